@@ -22,7 +22,7 @@ _COLD_BYTES = 256 << 20
 
 
 def measure_products(outputs: int, inputs: int, num_rows: int) -> dict[str, float]:
-    """Seconds in bfloat16, with 4 bits in groups of 128, in mxfp4, and with 8 bits where the CPU has instructions.
+    """Seconds in bfloat16, with 4 bits in groups of 128, in mxfp4 and NVFP4, and in 8 bits where the CPU can.
 
     Those in 8 bits include the quantisation of activations.
     """
@@ -31,10 +31,13 @@ def measure_products(outputs: int, inputs: int, num_rows: int) -> dict[str, floa
     of_4_bits = QuantizedWeight(numbers, torch.rand(outputs, inputs // 128).bfloat16(), group=128)
     powers = torch.full((outputs, inputs // 32), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     mxfp4 = QuantizedWeight(numbers, powers, group=32)
+    scales = torch.rand(outputs, inputs // 16).to(torch.float8_e4m3fn)
+    nvfp4 = QuantizedWeight(numbers, scales, group=16, output_scales=torch.ones(outputs, 1, dtype=torch.float64))
     makes: dict[str, Callable[[], Linear]] = {
         "bfloat16": lambda: _dense(weight),
         "int4": lambda: Int4Linear.of(of_4_bits, None),
         "mxfp4": lambda: Int4Linear.of(mxfp4, None),
+        "nvfp4": lambda: Int4Linear.of(nvfp4, None),
     }
     if HAS_QUAD_PRODUCT:
         makes["int8"] = lambda: Int8Linear.of(QuantizedWeight.int8(weight), None)

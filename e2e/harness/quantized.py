@@ -71,8 +71,9 @@ class Format:
 
     @property
     def weight_only(self) -> bool:
-        groups = self.config.get("config_groups", {})
-        return self.config["quant_method"] != "fp8" and not any(each["input_activations"] for each in groups.values())
+        groups = self.config.get("config_groups", {}).values()
+        inputs = [each["input_activations"] or {} for each in groups]  # of 4 bits: multiplied as they are
+        return self.config["quant_method"] != "fp8" and all(each.get("num_bits") != 8 for each in inputs)
 
 
 def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, stored: str) -> Format:
@@ -105,6 +106,48 @@ def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, stor
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     config = {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
     return Format({**config, "ignore": ["lm_head"]}, quantize)
+
+
+def compressed_float4(kind: str, activations: dict[str, Any] | None) -> Format:
+    """mxfp4, or nvfp4, by compressed-tensors."""
+    size, strategy = (16, "tensor_group") if kind == "nvfp4" else (32, "group")
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy, "group_size": size}
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        from compressed_tensors.compressors.base import BaseCompressor
+        from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+        args = QuantizationArgs(**weights)
+        largest, state = weight.unflatten(1, (-1, size)).abs().amax(-1), {"weight": weight}
+        if kind == "nvfp4":
+            state["weight_global_scale"] = 448 * 6 / weight.abs().max().view(1)
+            state["weight_scale"] = (largest / 6 * state["weight_global_scale"]).to(torch.float8_e4m3fn).float()
+        else:
+            state["weight_scale"] = (largest.log2().floor() - 2).exp2()
+        compressor = BaseCompressor.get_value_from_registry(f"{kind}-pack-quantized")
+        tensors = compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args))
+        numbers = unpack_fp4_from_uint8(tensors["weight_packed"], *weight.shape, torch.float32)
+        expected = dequantize(numbers, state["weight_scale"], args=args, global_scale=state.get("weight_global_scale"))
+        if activations:
+            tensors["input_global_scale"] = torch.tensor([20.0])
+        return tensors, expected
+
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config = {"quant_method": "compressed-tensors", "format": f"{kind}-pack-quantized", "ignore": ["lm_head"]}
+    return Format({**config, "config_groups": {"group_0": group}}, quantize)
+
+
+def modelopt_nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    made, _ = compressed_float4("nvfp4", None).quantize(weight)
+    values, scale, whole = made["weight_packed"], made["weight_scale"], 1 / made["weight_global_scale"][0]
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    bits = np.stack((values.numpy() & 15, values.numpy() >> 4), -1).reshape(weight.shape)
+    numbers = np.where(bits & 8, -sizes[bits & 7], sizes[bits & 7])
+    exact = numbers * np.repeat(scale.float().numpy() * whole.numpy(), 16, 1)
+    tensors = {"weight": values, "weight_scale": scale, "weight_scale_2": whole, "input_scale": torch.tensor(0.05)}
+    return tensors, torch.from_numpy(exact)
 
 
 def packed(numbers: np.ndarray[Any, Any], bits: int, axis: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -197,6 +240,9 @@ FORMATS = {
     "fp8 blocks of compressed-tensors": compressed(
         {**FP8, "strategy": "block", "block_structure": [128, 128]}, None, "float-quantized"
     ),
+    "mxfp4": compressed_float4("mxfp4", None),
+    "nvfp4": compressed_float4("nvfp4", {**TOKEN, "num_bits": 4, "type": "float", "group_size": 16}),
+    "nvfp4 of Model Optimizer": Format({"quant_method": "modelopt", "quant_algo": "NVFP4"}, modelopt_nvfp4),
     "fp8 blocks": Format({"quant_method": "fp8", "weight_block_size": [128, 128]}, block_fp8),
     "fp8, one scale": Format({"quant_method": "fp8", "activation_scheme": "static"}, tensor_fp8),
     "gptq": gptq(4, 128, symmetric=True),

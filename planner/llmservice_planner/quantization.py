@@ -1,8 +1,8 @@
 """How a checkpoint's matrices are quantised, from the `quantization_config` of its config.json, and their size.
 
 Read are compressed-tensors (https://github.com/vllm-project/compressed-tensors), DeepSeek's, AutoFP8's and Model
-Optimizer's fp8 (arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and mxfp4 (OCP
-Microscaling Formats, section 5), in which gpt-oss has its experts.
+Optimizer's fp8 (arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and floats of 4 bits:
+mxfp4 (OCP Microscaling Formats, section 5), in which gpt-oss has its experts, and NVFP4 (arXiv:2509.25149, section 2).
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("auto", "dense", "int8", "stored")
 with 8-bit activations; as they are `stored`; or what is fastest on the device."""
 
 SUPPORTED = (
-    "compressed-tensors (8-bit integers, fp8, 4-bit integers), fp8 (one scale, or blocks), gptq (4 or 8 bits), "
-    "awq (4 bits, gemm), modelopt (fp8), mxfp4 (the experts of gpt-oss)"
+    "compressed-tensors (8-bit integers, fp8, 4-bit integers, mxfp4, NVFP4), fp8 (one scale, or blocks), gptq (4 or 8 "
+    "bits), awq (4 bits, gemm), modelopt (fp8, NVFP4), mxfp4 (the experts of gpt-oss)"
 )
 SUFFIXES = frozenset({
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
-    *("weight_g_idx", "input_scale", "activation_scale", "qweight", "qzeros", "scales", "g_idx"),
+    *("weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale"),
+    *("activation_scale", "qweight", "qzeros", "scales", "g_idx"),
 })  # fmt: skip
 """Of the tensors of one matrix in a checkpoint, besides its bias."""
 INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many outputs at a time
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
+_NVFP4_BYTES_PER_OUTPUT = 8  # the matrix's scale in float64
+_FLOAT4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
 
 
 class QuantizationError(ValueError):
@@ -94,10 +97,21 @@ class WeightFormat:
         """Whether all matrices but the experts' are dense."""
         return self.method == "mxfp4"
 
+    @property
+    def is_float4(self) -> bool:
+        return self.kind == "float" and self.bits == 4
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether the scales are floats of 8 bits, which one of the matrix scales again; else powers of two (mxfp4)."""
+        return self.is_float4 and self.group == _FLOAT4_GROUPS["nvfp4"]
+
     def shape_of(self, suffix: str, stored: tuple[int, int]) -> tuple[int, int]:
         """`[out, in]` of a matrix from its tensor of that suffix (weight, weight_packed, qweight) and shape."""
         rows, columns = stored
         packing = 32 // self.bits
+        if self.is_float4:  # two in a byte
+            return rows, 2 * columns
         if suffix == "weight":
             return rows, columns
         if suffix == "weight_packed":
@@ -109,6 +123,8 @@ class WeightFormat:
         groups = 1 if self.group is None else math.ceil(inputs / self.group)
         scales = math.ceil(outputs / (self.rows or 1)) * groups
         order = 4 * inputs if self.reordered else 0
+        if self.is_float4:
+            scale_bytes, order = 1, outputs * _NVFP4_BYTES_PER_OUTPUT if self.is_nvfp4 else 0
         return outputs * inputs * self.bits // 8 + scales * (scale_bytes + (not self.symmetric)) + order
 
     @property
@@ -185,6 +201,7 @@ _USUAL = {
     "fp8": "fp8/float8/128x128/fp8-activations",
     "compressed-tensors": "compressed-tensors/int8/int8-activations",
     "mxfp4": "mxfp4/float4/1x32",
+    "nvfp4": "modelopt/float4/1x16",
 }
 
 
@@ -327,18 +344,23 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
-    if raw.get("quant_algo") != "FP8":
+    algorithm = raw.get("quant_algo")
+    if algorithm == "FP8":
+        form = WeightFormat("fp8", 8, "float", None, activations="fp8", static=True)
+    elif algorithm in ("NVFP4", "W4A16_NVFP4"):  # the group is not always stated, and sometimes another method's
+        form = WeightFormat("modelopt", 4, "float", group=_FLOAT4_GROUPS["nvfp4"])
+    else:
         raise QuantizationError(
-            f"config.json: quantization_config.quant_algo is {raw.get('quant_algo')!r}, expected FP8"
+            f"config.json: quantization_config.quant_algo is {algorithm!r}, expected FP8, NVFP4 or W4A16_NVFP4"
         )
-    form = WeightFormat("fp8", 8, "float", None, activations="fp8", static=True)
     ignored = (
         f"re:{fnmatch.translate(each)}" if "*" in each else each for each in _names(raw, "ignore", "exclude_modules")
     )
     return QuantizationConfig(((("Linear",), form),), ("lm_head", *ignored))
 
 
-_COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+_COMPRESSED_FLOAT4 = {f"{kind}-pack-quantized": group for kind, group in _FLOAT4_GROUPS.items()}
+_COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", *_COMPRESSED_FLOAT4)
 
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
@@ -356,12 +378,15 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
             raise QuantizationError(
                 f"config.json: quantization_config.format is {stored!r}, expected one of {', '.join(_COMPRESSED)}"
             )
-        formats.append((_names(group, "targets") or ("Linear",), _compressed_format(group)))
+        formats.append((_names(group, "targets") or ("Linear",), _compressed_format(group, stored)))
     return QuantizationConfig(tuple(formats), _names(raw, "ignore"))
 
 
-def _compressed_format(group: Mapping[str, Any]) -> WeightFormat:
+def _compressed_format(group: Mapping[str, Any], stored: str) -> WeightFormat:
     weights, inputs = group["weights"], group.get("input_activations")
+    if stored in _COMPRESSED_FLOAT4:  # activations are multiplied as they are, even if it was made to round them
+        inputs_of_scale = _number(weights, "group_size", (_COMPRESSED_FLOAT4[stored],))
+        return WeightFormat("compressed-tensors", 4, "float", group=inputs_of_scale)
     kind, bits = weights.get("type", "int"), _number(weights, "num_bits", (4, 8))
     if kind not in ("int", "float") or (kind == "float" and bits != 8):
         raise QuantizationError(

@@ -256,7 +256,7 @@ class ModelShape:
         """Of all matrices that can be quantised, and their parameters."""
         scale_bytes = DTYPE_BYTES[self.dtype]
         if form is not None and form.method != "compressed-tensors":
-            scale_bytes = {"fp8": 4, "mxfp4": 1}.get(form.method, 2)
+            scale_bytes = 4 if form.method == "fp8" else 2
         total = parameters = 0
         for count, outputs, inputs in self._matrices(only_experts=only_experts):
             size = linear_bytes(

@@ -7,6 +7,7 @@ import pytest
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError, WeightFormat
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128}
+FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
@@ -28,6 +29,15 @@ def parsed(**raw: Any) -> QuantizationConfig:
         ({"quant_method": "fp8"}, "fp8/float8/tensor/fp8-activations"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8/float8/tensor/fp8-activations"),
         ({"quant_method": "mxfp4"}, "mxfp4/float4/1x32"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "modelopt/float4/1x16"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"a": {"weights": FLOAT4, "input_activations": {**FLOAT4, "dynamic": "local"}}},
+            },
+            "compressed-tensors/float4/1x16",
+        ),
     ],
 )
 def test_a_code_names_the_format_and_is_read_again(raw: dict[str, Any], code: str) -> None:
@@ -81,7 +91,18 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
         ({"quant_method": "awq", "bits": 4, "group_size": 100}, "group_size is 100, expected a multiple of 8"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"blocks of \[128\], expected two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', expected e4m3"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', expected FP8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "quant_algo is 'MIXED_PRECISION', expected FP8",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "mxfp4-pack-quantized",
+                "config_groups": {"a": {"weights": FLOAT4}},
+            },
+            "group_size is 16, expected 32",
+        ),
         ({"quant_method": "gptq", "bits": 4, "dynamic": True}, "dynamic differs by layer"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic differs by layer"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),

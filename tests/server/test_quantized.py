@@ -6,7 +6,7 @@ Each is written here by its method's published formula, and those of compressed-
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from harness.families import OTHERS, save
+from harness.families import FAMILIES, OTHERS, save
 from harness.quantized import CONFIG, FORMATS, SHAPES, Format, Tensors, dense_tensors, write, write_both
 from llmservice_planner.gpu import cpu_device, find_gpu
 from llmservice_planner.quantization import QUANTIZATIONS, Quantization, WeightFormat
@@ -370,11 +370,12 @@ LARGER = {  # than those that are compared with transformers: formats have group
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "moe_intermediate_size": 128,
     "ffn_dim": 384,
     "word_embed_proj_dim": 256,
 }
 LARGER_WHERE_SET = {
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
     "kv_lora_rank": 128,
     "q_lora_rank": 128,
     "v_head_dim": 64,
@@ -390,11 +391,12 @@ def write_family(folder: Path, family: str, form: Format | None, left_out: str =
 
     Also except those whose names end with `left_out`.
     """
-    settings = OTHERS[family].settings
+    model = (FAMILIES | OTHERS)[family]
+    settings = model.settings
     larger = LARGER | {key: size for key, size in LARGER_WHERE_SET.items() if settings.get(key)}
     if "kv_lora_rank" in settings:
         del larger["head_dim"]
-    save(OTHERS[family], folder, **larger)
+    save(replace(model, shard="1GB"), folder, **larger)
     if form is None:
         return folder
     stored = load_file(folder / "model.safetensors")
@@ -440,6 +442,20 @@ def test_the_planner_predicts_the_weights_of_transformers_models(
     assert measured == pytest.approx(plan(request).weights_bytes, rel=0.01)
 
 
+OWN = [name for name, family in FAMILIES.items() if family.model_type != "gpt_oss"]  # whose experts are in one tensor
+
+
+@pytest.mark.parametrize("name", ["gptq, with zeros", "nvfp4 of Model Optimizer"])
+@pytest.mark.parametrize("family", OWN)
+def test_every_family_of_our_own_is_quantised_as_planned(tmp_path: Path, family: str, name: str) -> None:
+    folder = write_family(tmp_path, family, FORMATS[name])
+    predicted = ModelShape.from_folder(folder).weights_bytes("float32", "stored", on_cpu=True)
+    measured = Checkpoint.open(folder).load(torch.float32, CPU, "stored").weight_bytes  # without a tied head's copy
+    assert measured == pytest.approx(predicted, rel=0.01)
+    ours, expected = (loaded(folder, each) for each in ("stored", "dense"))
+    assert relative_error(logits(ours), logits(expected)) < 1e-3
+
+
 @pytest.mark.parametrize("family", [DENSE, MIXTURE, TIED])
 def test_the_planner_predicts_what_a_cpu_holds_of_transformers_models(tmp_path: Path, family: str) -> None:
     folder = write_family(tmp_path, family, FORMATS["gptq"])
@@ -475,6 +491,11 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         r"qzeros has the shape \[2, 32\], .* makes it \[4, 32\]",
     ),
     "missing scales": ("gptq", without("scales"), f"has no {Q_PROJ}.scales, which gptq .* needs"),
+    "a missing scale of the matrix": (
+        "nvfp4",
+        without("weight_global_scale"),
+        f"has no {Q_PROJ}.weight_global_scale, which compressed-tensors .fp4, groups of 16. needs",
+    ),
     "missing block scales": ("fp8 blocks", without("weight_scale_inv"), f"has no {Q_PROJ}.weight_scale, which fp8"),
     "a wrong shape": ("awq", reshaped("qweight"), r"qweight has the shape \[255, 32\], .* makes it \[256, 32\]"),
     "a wrong dtype": (

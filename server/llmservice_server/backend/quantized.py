@@ -23,8 +23,8 @@ class QuantizedWeight:
     `scales` `[out / rows, in / group]` and `zeros` have an element for each `rows` outputs and `group` inputs (None:
     all). `order` `[in]` is the input that each column of `values` belongs to; None: as they are.
 
-    With scales in float8_e8m0fnu, powers of two, 4 bits are floats (e2m1), not integers: mxfp4 (OCP Microscaling
-    Formats, section 5).
+    With scales of 8 bits, 4 bits are floats (e2m1), not integers: mxfp4 (OCP Microscaling Formats, section 5) with
+    powers of two, float8_e8m0fnu, and NVFP4 with float8_e4m3fn, whose products `output_scales` scale again.
     """
 
     values: torch.Tensor  # int8 or float8_e4m3fn [out, in]; 4 bits: uint8 [out, in / 2] of values + 8, the first lowest
@@ -35,6 +35,7 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
     activations: Activations | None = None  # what the checkpoint was made for; None: not quantised
     input_scale: torch.Tensor | None = None  # of all activations; None: of each row, by its largest number
+    output_scales: torch.Tensor | None = None  # float64 [out, 1], so that dividing by a scale is exact too
 
     @property
     def bits(self) -> int:
@@ -47,7 +48,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = self.values, self.scales, self.zeros, self.order, self.input_scale
+        parts = self.values, self.scales, self.zeros, self.order, self.input_scale, self.output_scales
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -56,15 +57,23 @@ class QuantizedWeight:
         return self.values.dtype == torch.int8 and self.scales.shape == (self.shape[0], 1) and self.zeros is None
 
     @property
-    def is_mxfp4(self) -> bool:
-        return self.scales.dtype == torch.float8_e8m0fnu
+    def is_float4(self) -> bool:
+        return self.bits == 4 and self.scales.dtype.itemsize == 1
+
+    @property
+    def kernel_scales(self) -> torch.Tensor:
+        """As kernels take them: powers of two as uint8, numbers of float8_e4m3fn as int8."""
+        bits = {torch.float8_e8m0fnu: torch.uint8, _FLOAT8: torch.int8}.get(self.scales.dtype)
+        return self.scales if bits is None else self.scales.view(bits)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """`[out, in]`, computed in float32 and rounded to `dtype` once."""
         outputs, inputs = self.shape
-        if self.is_mxfp4:
-            groups = _float4(self.values).view(*self.scales.shape, -1)
-            return groups.mul_(self.scales.float()[..., None]).view(outputs, inputs).to(dtype)
+        if self.is_float4:
+            groups, scales = _float4(self.values).view(*self.scales.shape, -1), self.scales.float()
+            if self.output_scales is not None:
+                scales = (scales * self.output_scales).float()
+            return groups.mul_(scales[..., None]).view(outputs, inputs).to(dtype)
         values = self.values
         if self.bits == 4:
             values = torch.stack((values & 0xF, values >> 4), dim=-1).view(outputs, inputs)
@@ -82,7 +91,7 @@ class QuantizedWeight:
         return by_column if each.shape[1] == 1 else by_column.repeat_interleave(self.group or inputs, 1)[:, :inputs]
 
     def to(self, device: torch.device) -> Self:
-        names = ("values", "scales", "zeros", "order", "input_scale")
+        names = ("values", "scales", "zeros", "order", "input_scale", "output_scales")
         return replace(self, **{name: part.to(device) for name in names if (part := getattr(self, name)) is not None})
 
     def by_row(self) -> Self:
@@ -123,7 +132,9 @@ def fuse(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
             or part.rows != parts[0].rows
             or part.group != first.group
             or part.activations != first.activations
+            or part.scales.dtype != first.scales.dtype
             or (part.zeros is None) != (first.zeros is None)
+            or (part.output_scales is None) != (first.output_scales is None)
         ):
             raise ValueError("their formats differ")
         if not _equal(part.order, first.order) or (part.input_scale is None) != (first.input_scale is None):
@@ -132,6 +143,7 @@ def fuse(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if first.input_scale is not None:  # the inputs are the same: the largest holds them all
         input_scale = torch.stack([part.input_scale for part in parts if part.input_scale is not None]).amax(0)
     zeros = [part.zeros for part in parts if part.zeros is not None]
+    output_scales = [part.output_scales for part in parts if part.output_scales is not None]
     return replace(
         first,
         values=_cat([part.values for part in parts]),
@@ -139,14 +151,15 @@ def fuse(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         zeros=torch.cat(zeros) if zeros else None,
         rows=parts[0].rows,
         input_scale=input_scale,
+        output_scales=torch.cat(output_scales) if output_scales else None,
     )
 
 
 def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """`torch.cat`, which has no float8."""
-    if parts[0].dtype != _FLOAT8:
+    if not (parts[0].is_floating_point() and parts[0].itemsize == 1):
         return torch.cat(list(parts))
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(_FLOAT8)
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

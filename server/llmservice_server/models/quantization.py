@@ -23,7 +23,8 @@ def read(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor], sha
 
     Raises `ModelLoadError` for a tensor that is missing or of another shape or dtype than the format's.
     """
-    read_format = {"gptq": _read_gptq, "awq": _read_awq}.get(form.method, _read_values)
+    others = _read_float4 if form.is_float4 else _read_values
+    read_format = {"gptq": _read_gptq, "awq": _read_awq}.get(form.method, others)
     return read_format(form, _Tensors(form, name, tensors), shape)
 
 
@@ -32,7 +33,7 @@ def shape_of(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor])
     if (kept := tensors.get("weight_shape")) is not None and kept.numel() == 2:
         outputs, inputs = kept.tolist()
         return outputs, inputs
-    suffix = "qweight" if "qweight" in tensors else "weight"
+    suffix = next((each for each in ("qweight", "weight_packed") if each in tensors), "weight")
     values = tensors.get(suffix)
     if values is None or values.ndim != 2:
         raise ModelLoadError(f"{name}: its tensors ({', '.join(sorted(tensors))}) are not those of a matrix in {form}")
@@ -129,6 +130,27 @@ def _read_values(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) 
         form.activations,
         input_scale,
     )
+
+
+def _read_float4(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> QuantizedWeight:
+    """mxfp4 and NVFP4, whose scales are divided by compressed-tensors' scale of the matrix, or times Model Optimizer's.
+
+    A byte has the numbers of two inputs, the first lowest.
+    """
+    outputs, inputs = shape
+    groups = _groups(form, inputs, tensors)
+    name = "weight_packed" if "weight_packed" in tensors else "weight"
+    values = tensors.take(name, (outputs, inputs // 2), (torch.uint8,))
+    if not form.is_nvfp4:
+        powers = tensors.take("weight_scale", (outputs, groups), (torch.uint8, torch.float8_e8m0fnu))
+        return QuantizedWeight(values.contiguous(), powers.contiguous().view(torch.float8_e8m0fnu), group=form.group)
+    scales = tensors.take("weight_scale", (outputs, groups), (torch.float8_e4m3fn,))
+    if form.method == "modelopt":
+        whole = tensors.take("weight_scale_2", (1, 1), (torch.float32,)).double()
+    else:
+        whole = 1 / tensors.take("weight_global_scale", (1, 1), (torch.float32,)).double()
+    by_output = whole.expand(outputs, 1).contiguous()
+    return QuantizedWeight(values.contiguous(), scales.contiguous(), group=form.group, output_scales=by_output)
 
 
 def _read_gptq(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> QuantizedWeight:

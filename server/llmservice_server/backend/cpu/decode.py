@@ -107,8 +107,8 @@ def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, Any
     """Matrices of one size and kind: dense, of 8 bits, or of 4; the others are None.
 
     Each is the addresses, the shape and dtype of all, and the biases. Then, of 8 bits, scales and offsets; and, of 4
-    bits, addresses, shape and dtype of scales, and of zeros. absent: what stands for the bias of one that has none,
-    `[0]` in the model's dtype.
+    bits, addresses, shape and dtype of scales, and of zeros, and scales of outputs. absent: what stands for the bias of
+    one that has none, `[0]` in the model's dtype.
     """
     memory = [
         linear.kernel_weights.memory
@@ -123,7 +123,8 @@ def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, Any
         return None, (*matrices, *scaled), None
     if of_4_bits := [linear for linear in linears if isinstance(linear, Int4Linear)]:
         scales, zeros = [as_array(each.scales) for each in of_4_bits], [each.zeros.numpy() for each in of_4_bits]
-        return None, None, (*matrices, _addresses(scales), _addresses(zeros))
+        by_output = np.stack([each.output_scales.numpy() for each in of_4_bits])
+        return None, None, (*matrices, _addresses(scales), _addresses(zeros), by_output)
     return matrices, None, None
 
 
@@ -132,7 +133,7 @@ def rows_of(states: torch.Tensor, linear: Linear) -> tuple[Any, Any, Any]:
     if isinstance(linear, Int8Linear):
         quads = np.empty((len(states), states.shape[1] // 4), np.int32)
         return as_array(states), quads, np.empty(len(states), np.float32)
-    groups = linear.scales.shape[1] if isinstance(linear, Int4Linear) else 0
+    groups = linear.num_sums if isinstance(linear, Int4Linear) else 0
     return as_array(states), as_operand(states), np.empty((len(states), groups), np.float32)
 
 
@@ -194,9 +195,9 @@ def _multiply(inputs: Any, layer: int, dense: Any, scaled: Any, grouped: Any, pr
             hidden, (values.view(np.uint8), by_row), weights_at(addresses[layer], shape, like), of_layer, product
         )
     if grouped is not None:
-        addresses, shape, like, biases, scales, zeros = grouped
-        of_layer = _matrix_at(layer, scales), _matrix_at(layer, zeros), biases[layer]
-        multiply_int4(hidden, values, weights_at(addresses[layer], shape, like), of_layer, product)
+        addresses, shape, like, biases, scales, zeros, by_output = grouped
+        of_groups = _matrix_at(layer, scales), _matrix_at(layer, zeros), by_output[layer], biases[layer]
+        multiply_int4(hidden, values, weights_at(addresses[layer], shape, like), of_groups, product)
 
 
 @compiled_inner()
@@ -236,10 +237,10 @@ def columns(
         weights = weights_at(addresses[index], shape, like)
         int8_columns(number, (values, by_row), weights, of_matrix, first, product)
     if grouped is not None:
-        addresses, shape, like, biases, scales, zeros = grouped
-        of_matrix = _matrix_at(index, scales), _matrix_at(index, zeros), biases[index]
+        addresses, shape, like, biases, scales, zeros, by_output = grouped
+        of_groups = _matrix_at(index, scales), _matrix_at(index, zeros), by_output[index], biases[index]
         weights = weights_at(addresses[index], shape, like)
-        int4_columns(number, (values, by_row), weights, of_matrix, first, product)
+        int4_columns(number, (values, by_row), weights, of_groups, first, product)
 
 
 @compiled_inner()

@@ -4,8 +4,9 @@
 products of bfloat16 take. These have 136 + q in place of a number q from -8 to 7: the bits of q + 8 are the mantissa's
 last ones of a bfloat16 from 128 on. What the 136 adds to a group's sum follows from the sum of its activations.
 
-Floats of 4 bits (mxfp4) are looked up in a table of sixteen bfloat16, by one instruction of AVX-512. Their scales are
-powers of two: for many rows they are added to the exponents.
+Floats of 4 bits are looked up in a table of sixteen bfloat16, by one instruction of AVX-512. For many rows they are
+multiplied with their group's scale, which is exact: those of mxfp4, powers of two, are added to the exponents; those of
+NVFP4 have four bits, and the float two.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ _FLOATS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32).view(np.uint32) >> 
 _FIRST_FLOAT, _FLOAT_STEP, _SIGN = 0x3F00, 6, 0x8000
 _BIAS, _EXPONENT = 127, 7
 """Of bfloat16: what is added to its exponent, and where that is."""
+_FLOAT_SCALES = (types.uint8, types.int8)
+"""Of floats of 4 bits, mxfp4's and NVFP4's, as `as_array` has them."""
 
 
 @dataclass(slots=True)
@@ -61,8 +64,9 @@ class Int4Linear:
     """Implements `Linear`. `weight` is int32 `[out / 64, in / 8, 64]`, of numbers plus 8, or of floats."""
 
     weight: torch.Tensor
-    scales: torch.Tensor  # [out / 64, groups, 64]; of floats uint8, powers of two plus 127
+    scales: torch.Tensor  # [out / 64, groups, 64]; of floats uint8 or int8, as of `as_array`
     zeros: torch.Tensor  # int8, likewise; [0, groups, 64] where there are none
+    output_scales: torch.Tensor  # float64 [out], or [0]
     bias: torch.Tensor | None = None
     order: torch.Tensor | None = None  # of the inputs, as of `QuantizedWeight`
     _arrays: tuple[Any, ...] | None = field(default=None, repr=False)
@@ -74,17 +78,19 @@ class Int4Linear:
         values = weight.values.view(outputs // COLUMNS, COLUMNS, inputs // INPUTS, INPUTS // 2)
         halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 0xF, values >> 4)]
         packed = torch.cat(halves, -1).permute(0, 2, 1, 3).contiguous().view(torch.int32).squeeze(-1)
-        scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
+        scales = weight.kernel_scales
         zeros = scales.new_empty(0, scales.shape[1]) if weight.zeros is None else weight.zeros
+        by_output = scales.new_empty(0).double() if weight.output_scales is None else weight.output_scales.flatten()
         use_threads(torch.get_num_threads())
-        return cls(packed, _by_columns(scales), _by_columns(zeros).to(torch.int8), bias, weight.order)
+        return cls(packed, _by_columns(scales), _by_columns(zeros).to(torch.int8), by_output, bias, weight.order)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.order is not None:
             hidden = hidden.index_select(1, self.order)
         if self._arrays is None:
             bias = hidden.new_empty(0) if self.bias is None else self.bias
-            self._arrays = self.weight.numpy(), as_array(self.scales), self.zeros.numpy(), as_array(bias)
+            scaled = as_array(self.scales), self.zeros.numpy(), self.output_scales.numpy()
+            self._arrays = self.weight.numpy(), *scaled, as_array(bias)
         product = hidden.new_empty(len(hidden), len(self.weight) * COLUMNS)
         states = (hidden.float() if hidden.dtype == torch.float16 else hidden).contiguous()
         weights, *others = self._arrays
@@ -92,8 +98,13 @@ class Int4Linear:
         return product
 
     @property
+    def num_sums(self) -> int:
+        """Of a row's activations, which a product takes: of floats none."""
+        return 0 if self.scales.dtype in (torch.uint8, torch.int8) else self.scales.shape[1]
+
+    @property
     def nbytes(self) -> int:
-        parts = self.weight, self.scales, self.zeros, self.bias, self.order
+        parts = self.weight, self.scales, self.zeros, self.output_scales, self.bias, self.order
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -120,13 +131,13 @@ def _numbers(builder: Any, eight: Any, dtype: Any, scales: Any) -> list[Any]:
     found = []
     for place in range(INPUTS // 2):
         shifted = builder.lshr(eight, llvm.splat(llvm.INT32, 4 * place, LANES))
-        if scales.dtype == types.uint8:
+        if scales.dtype in _FLOAT_SCALES:
             pairs = _floats(builder, shifted)
         else:
             pairs = builder.or_(builder.and_(shifted, mask), added)
         if dtype != types.float32:
             found.append(pairs)
-        elif scales.dtype == types.uint8:
+        elif scales.dtype in _FLOAT_SCALES:
             found += numbers_of(builder, pairs)
         else:
             added_number = llvm.splat(llvm.FLOAT, float(_ADDED), LANES)
@@ -157,7 +168,7 @@ def _floats(builder: Any, vector: Any) -> Any:
 @intrinsic
 def _are_floats(context: Any, scales: Any) -> Any:
     """Whether weights with such `scales` are floats; known when it is compiled."""
-    known = ir.Constant(ir.IntType(1), int(scales.dtype == types.uint8))
+    known = ir.Constant(ir.IntType(1), int(scales.dtype in _FLOAT_SCALES))
     return types.boolean(scales), lambda *_: known
 
 
@@ -190,10 +201,10 @@ def _expand(context: Any, packed: Any, numbers: Any, scales: Any) -> Any:
             llvm.element_address(context, builder, kind, value, 0, 0)
             for kind, value in zip(signature.args[:2], arguments[:2], strict=True)
         )
-        powers: list[Any] = [None] * VECTORS
-        if scales.dtype == types.uint8:
+        by_column: list[Any] = [None] * VECTORS
+        if scales.dtype in _FLOAT_SCALES:
             places = (llvm.element_address(context, builder, scales, arguments[2], LANES * at) for at in range(VECTORS))
-            powers = [llvm.load(builder, place, types.uint8, LANES) for place in places]
+            by_column = [llvm.load(builder, place, scales.dtype, LANES) for place in places]
         line_bytes = 4 * COLUMNS
         width = INPUTS if numbers.dtype == types.float32 else INPUTS // 2
         with cgutils.for_range(builder, num_lines) as loop:
@@ -201,19 +212,26 @@ def _expand(context: Any, packed: Any, numbers: Any, scales: Any) -> Any:
             for part, eight in enumerate(_vectors_of(builder, _line_of(builder, source, loop.index, line_bytes))):
                 for place, vector in enumerate(_numbers(builder, eight, numbers.dtype, scales)):
                     offset = ir.Constant(loop.index.type, place * line_bytes + 4 * LANES * part)
-                    scaled = vector if powers[part] is None else _scaled(builder, vector, powers[part])
-                    llvm.store(builder, scaled, builder.gep(written, [offset]))
+                    if by_column[part] is not None:
+                        vector = _scaled(builder, vector, by_column[part], scales.dtype)  # noqa: PLW2901
+                    llvm.store(builder, vector, builder.gep(written, [offset]))
         return context.get_dummy_value()
 
     return types.void(packed, numbers, scales), generate
 
 
-def _scaled(builder: Any, vector: Any, powers: Any) -> Any:
-    """Float32, or pairs of bfloat16, times a power of two of each column, as of `bits_to_float32`; at least 2^-125."""
+def _scaled(builder: Any, vector: Any, scales: Any, dtype: Any) -> Any:
+    """Float32, or pairs of bfloat16, times a scale of each column, of numba's `dtype`; a power is at least 2^-125."""
     if vector.type != ir.VectorType(llvm.INT32, LANES):
-        return builder.fmul(vector, llvm.bits_to_float32(builder, powers, types.uint8))
+        return builder.fmul(vector, llvm.bits_to_float32(builder, scales, dtype))
+    if dtype == types.int8:
+        factors = llvm.bits_to_float32(builder, scales, dtype)
+        low, high = (
+            builder.bitcast(builder.fmul(number, factors), vector.type) for number in numbers_of(builder, vector)
+        )
+        return builder.or_(builder.lshr(low, llvm.splat(llvm.INT32, 16, LANES)), high)
     words = ir.VectorType(llvm.INT16, 2 * LANES)
-    wide, least = builder.zext(powers, vector.type), llvm.splat(llvm.INT32, 2, LANES)
+    wide, least = builder.zext(scales, vector.type), llvm.splat(llvm.INT32, 2, LANES)
     wide = builder.select(builder.icmp_unsigned("<", wide, least), least, wide)
     shifted = builder.shl(
         builder.sub(wide, llvm.splat(llvm.INT32, _BIAS, LANES)), llvm.splat(llvm.INT32, _EXPONENT, LANES)
@@ -230,7 +248,8 @@ def _scaled(builder: Any, vector: Any, powers: Any) -> Any:
 def _row_kernel(num_rows: int) -> Any:
     """A function `(hidden, packed, scales, sums)`: adds products of so many rows with `packed` `[lines, 64]` to `sums`.
 
-    hidden: `[rows, lines of numbers]`, as `multiply` takes it. sums: float32 `[rows, 64]`. Numbers stay in registers.
+    hidden: `[rows, lines of numbers]`, as `multiply` takes it. scales: `[groups, 64]`, which those of floats are
+    multiplied with. sums: float32 `[rows, 64]`. Numbers stay in registers.
     """
 
     def typed(context: Any, hidden: Any, packed: Any, scales: Any, sums: Any) -> Any:
@@ -240,27 +259,43 @@ def _row_kernel(num_rows: int) -> Any:
 
             element = llvm.FLOAT if hidden.dtype == types.float32 else llvm.INT32
             width = INPUTS if hidden.dtype == types.float32 else INPUTS // 2
-            array = context.make_array(packed)(context, builder, value=arguments[1])
-            num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
+            num_lines, num_groups = (
+                cgutils.unpack_tuple(builder, context.make_array(kind)(context, builder, value=value).shape)[0]
+                for kind, value in zip(signature.args[1:3], arguments[1:3], strict=True)
+            )
+            group_lines = builder.udiv(num_lines, num_groups)
             rows = [address(0, row, 0) for row in range(num_rows)]
             places = [address(3, row, LANES * part) for row in range(num_rows) for part in range(VECTORS)]
+            zero = llvm.splat(llvm.FLOAT, 0.0, LANES)
             totals = [
                 cgutils.alloca_once_value(builder, llvm.load(builder, each, sums.dtype, LANES)) for each in places
             ]
+            parts = [cgutils.alloca_once_value(builder, zero) for _ in places]
             start = address(1, 0, 0)
-            with cgutils.for_range(builder, num_lines) as loop:
-                eights = _vectors_of(builder, _line_of(builder, start, loop.index, 4 * COLUMNS))
-                numbers = [_numbers(builder, eight, hidden.dtype, scales) for eight in eights]
-                inputs = [_line_of(builder, row, loop.index, 4 * width) for row in rows]
-                for place in range(width):
-                    for row, values in enumerate(inputs):
-                        pointer = builder.gep(values, [ir.Constant(loop.index.type, 4 * place)])
-                        value = builder.load(builder.bitcast(pointer, element.as_pointer()))
-                        several = llvm.broadcast(builder, value, LANES)
-                        for part in range(VECTORS):
-                            total = totals[row * VECTORS + part]
-                            product = emit_product(builder, several, numbers[part][place], builder.load(total))
-                            builder.store(product, total)
+            with cgutils.for_range(builder, num_groups) as groups:
+                first = builder.mul(groups.index, group_lines)
+                with cgutils.for_range(builder, group_lines) as loop:
+                    line = builder.add(first, loop.index)
+                    eights = _vectors_of(builder, _line_of(builder, start, line, 4 * COLUMNS))
+                    numbers = [_numbers(builder, eight, hidden.dtype, scales) for eight in eights]
+                    inputs = [_line_of(builder, row, line, 4 * width) for row in rows]
+                    for place in range(width):
+                        for row, values in enumerate(inputs):
+                            pointer = builder.gep(values, [ir.Constant(line.type, 4 * place)])
+                            value = builder.load(builder.bitcast(pointer, element.as_pointer()))
+                            several = llvm.broadcast(builder, value, LANES)
+                            for vector in range(VECTORS):
+                                part = parts[row * VECTORS + vector]
+                                product = emit_product(builder, several, numbers[vector][place], builder.load(part))
+                                builder.store(product, part)
+                for vector in range(VECTORS):
+                    scale = llvm.splat(llvm.FLOAT, 1.0, LANES)
+                    if scales.dtype in _FLOAT_SCALES:
+                        bits = llvm.load(builder, address(2, groups.index, LANES * vector), scales.dtype, LANES)
+                        scale = llvm.bits_to_float32(builder, bits, scales.dtype)
+                    for part, total in zip(parts[vector::VECTORS], totals[vector::VECTORS], strict=True):
+                        builder.store(llvm.fma(builder, builder.load(part), scale, builder.load(total)), total)
+                        builder.store(zero, part)
             for each, total in zip(places, totals, strict=True):
                 llvm.store(builder, builder.load(total), each)
             return context.get_dummy_value()
@@ -301,7 +336,9 @@ def _sum_groups(row: int, hidden: Any, sums: Any) -> None:
 
 @compiled_inner(nogil=True)
 def sum_groups(hidden: Any, sums: Any) -> None:
-    """Write the sum of each group of a row's activations to `sums`, float32 `[num_rows, num_groups]`."""
+    """Write the sum of each group of a row's activations to `sums`, float32 `[num_rows, num_groups]`, or nothing."""
+    if not sums.shape[1]:
+        return
     if len(hidden) < _THREADED_ROWS:
         for row in range(len(hidden)):
             _sum_groups(row, hidden, sums)
@@ -314,10 +351,10 @@ def multiply_int4(hidden: Any, operand: Any, weights: Any, scaled: Any, product:
     """Write `hidden @ weight.T + bias` to `product` `[num_rows, out]`.
 
     hidden: `[num_rows, in]`, bfloat16 or float32; operand: the same as `multiply` takes it. weights: `[out / 64, in /
-    8, 64]`. scaled: scales and zeros `[out / 64, groups, 64]`, and the bias `[out]`, or empty. Arrays are those of
-    `as_array`.
+    8, 64]`. scaled: scales and zeros `[out / 64, groups, 64]`, and scales and biases of the outputs, `[out]` or empty.
+    Arrays are those of `as_array`.
     """
-    sums = np.empty((hidden.shape[0], scaled[0].shape[1]), np.float32)
+    sums = np.empty((hidden.shape[0], 0 if _are_floats(scaled[0]) else scaled[0].shape[1]), np.float32)
     sum_groups(hidden, sums)
     for_each(_product_columns, len(weights), ((operand, sums), weights, scaled, product))
 
@@ -334,14 +371,15 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
     rows: the operand, and what `sum_groups` writes of it. weights and scaled: as in `multiply_int4`.
     """
     operand, group_sums = rows
-    scales, zeros, bias = scaled
-    columns = bias[number * COLUMNS : (number + 1) * COLUMNS]
+    scales, zeros, output_scales, bias = scaled
+    outputs = slice(number * COLUMNS, (number + 1) * COLUMNS)
+    columns = product[:, first : first + COLUMNS]
+    if _are_floats(scales):
+        _float_columns(operand, weights[number], scales[number], (output_scales[outputs], bias[outputs]), columns)
+        return
     num_rows, num_groups = len(operand), scales.shape[1]
     width = operand.shape[1] // weights.shape[1]  # of a line, in the operand
     group_lines = weights.shape[1] // num_groups
-    if _are_floats(scales) and num_rows > _FEW_ROWS:
-        _float_columns(operand, weights[number], scales[number], columns, product[:, first : first + COLUMNS])
-        return
     at_once = min(group_lines, _MOST_INPUTS // INPUTS)
     numbers = np.empty((at_once * width, COLUMNS), operand.dtype)
     sums, part = np.zeros((num_rows, COLUMNS), np.float32), np.empty((num_rows, COLUMNS), np.float32)
@@ -353,13 +391,13 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
             last = min(begin + at_once, end)
             inputs, lines = operand[:, begin * width : last * width], weights[number, begin:last]
             if num_rows <= _FEW_ROWS:
-                _add_few_rows(inputs, lines, scales, part)
+                _add_few_rows(inputs, lines, scales[number, group : group + 1], part)
             else:
                 _expand(lines, numbers, scales[number, group])
                 add_products(inputs, numbers[: (last - begin) * width], part)
         for index in range(COLUMNS):
             scale[index] = to_float32(scales[number, group, index])
-            offset[index] = _ADDED if are_packed(operand) and not _are_floats(scales) else 0
+            offset[index] = _ADDED if are_packed(operand) else 0
         if len(zeros):
             for index in range(COLUMNS):
                 offset[index] += zeros[number, group, index]
@@ -367,16 +405,31 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
             total = group_sums[row, group]
             for index in range(COLUMNS):
                 sums[row, index] += (part[row, index] - total * offset[index]) * scale[index]
-    write_rows(sums, sums[0, :0], sums[0], columns, product[:, first : first + COLUMNS])
+    write_rows(sums, sums[0, :0], sums[0], bias[outputs], columns)
 
 
 @compiled_inner()
-def _float_columns(operand: Any, weights: Any, scales: Any, bias: Any, product: Any) -> None:
-    """`int4_columns` of floats, `[lines, 64]` with scales `[groups, 64]`: numbers of many groups are made at once."""
+def _float_columns(operand: Any, weights: Any, scales: Any, of_outputs: Any, product: Any) -> None:
+    """`int4_columns` of floats, `[lines, 64]` with scales `[groups, 64]`. of_outputs: scales and the bias, or none."""
+    sums = np.zeros((len(operand), COLUMNS), np.float32)
+    if len(operand) <= _FEW_ROWS:
+        _add_few_rows(operand, weights, scales, sums)
+    else:
+        _add_many_rows(operand, weights, scales, sums)
+    output_scales, bias = of_outputs
+    if len(output_scales):
+        for row in range(len(sums)):
+            for index in range(COLUMNS):
+                sums[row, index] *= np.float32(output_scales[index])
+    write_rows(sums, sums[0, :0], sums[0], bias, product)
+
+
+@compiled_inner()
+def _add_many_rows(operand: Any, weights: Any, scales: Any, sums: Any) -> None:
+    """Numbers of many groups are made at once."""
     width, group_lines = operand.shape[1] // len(weights), len(weights) // len(scales)
     groups_at_once = max(1, _MOST_INPUTS // INPUTS // group_lines)
     numbers = np.empty((groups_at_once * group_lines * width, COLUMNS), operand.dtype)
-    sums = np.zeros((len(operand), COLUMNS), np.float32)
     for begin in range(0, len(scales), groups_at_once):
         end = min(begin + groups_at_once, len(scales))
         for group in range(begin, end):
@@ -385,4 +438,3 @@ def _float_columns(operand: Any, weights: Any, scales: Any, bias: Any, product: 
             _expand(lines, numbers[place : place + group_lines * width], scales[group])
         inputs = operand[:, begin * group_lines * width : end * group_lines * width]
         add_products(inputs, numbers[: (end - begin) * group_lines * width], sums)
-    write_rows(sums, sums[0, :0], sums[0], bias, product)

@@ -1,9 +1,9 @@
 """LLVM instructions that the kernels share: vectors of float32, dtype conversion, prefetch, 2^x.
 
 numba has neither bfloat16 nor float16, so arrays of these hold the elements' bits as uint16 and int16 (`as_array`), and
-kernels convert them to float32 and back. Arrays of uint8 hold powers of two: their exponents plus 127. Functions that
-take a `builder` emit instructions while numba compiles an intrinsic; the intrinsics and functions at the end are called
-by compiled code.
+kernels convert them to float32 and back. Arrays of uint8 hold powers of two: their exponents plus 127; those of int8,
+numbers of float8_e4m3fn that are not negative. Functions that take a `builder` emit instructions while numba compiles
+an intrinsic; the intrinsics and functions at the end are called by compiled code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ FLOAT, HALF, INT16, INT32, INT64 = ir.FloatType(), ir.HalfType(), ir.IntType(16)
 BYTES = ir.IntType(8).as_pointer()
 
 _NUMPY_DTYPES = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-_NUMPY_DTYPES |= {each: each for each in (torch.float32, torch.uint8)}
+_NUMPY_DTYPES |= {each: each for each in (torch.float32, torch.uint8, torch.int8)}
+_E4M3_PLACES, _E4M3_FACTOR = 20, 2.0**120  # of its bits in those of a float32, which has a larger bias
 _LOG2_E = np.float32(math.log2(math.e))
 
 
@@ -113,14 +114,16 @@ def bits_to_float32(builder: Any, bits: Any, dtype: Any) -> Any:
     """An element, or a vector of elements, of numba's `dtype` in float32: exact, in one or two instructions."""
     if dtype == types.float32:
         return bits
-    places = 23 if dtype == types.uint8 else 16
+    places = 23 if dtype == types.uint8 else _E4M3_PLACES if dtype == types.int8 else 16
     float_kind, half_kind, int_kind, shift = FLOAT, HALF, INT32, ir.Constant(INT32, places)
+    factor = ir.Constant(FLOAT, _E4M3_FACTOR)
     if isinstance(bits.type, ir.VectorType):
         float_kind, half_kind, int_kind = (ir.VectorType(kind, bits.type.count) for kind in (FLOAT, HALF, INT32))
-        shift = splat(INT32, places, bits.type.count)
+        shift, factor = splat(INT32, places, bits.type.count), splat(FLOAT, _E4M3_FACTOR, bits.type.count)
     if dtype == types.int16:
         return builder.fpext(builder.bitcast(bits, half_kind), float_kind)
-    return builder.bitcast(builder.shl(builder.zext(bits, int_kind), shift), float_kind)
+    number = builder.bitcast(builder.shl(builder.zext(bits, int_kind), shift), float_kind)
+    return builder.fmul(number, factor) if dtype == types.int8 else number
 
 
 def float32_to_bits(builder: Any, number: Any, dtype: Any) -> Any:

@@ -97,5 +97,5 @@ class CudaExperts(Experts):
 
 
 def _format_of(weight: QuantizedWeight) -> tuple[object, ...]:
-    parts = weight.values, weight.scales, weight.zeros, weight.order
+    parts = weight.values, weight.scales, weight.zeros, weight.order, weight.output_scales
     return weight.group, weight.rows, *((part.shape, part.dtype) for part in parts if part is not None)

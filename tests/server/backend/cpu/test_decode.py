@@ -59,6 +59,14 @@ def int4(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(packed, scales.squeeze(-1), zeros, group=64)
 
 
+def nvfp4(weight: torch.Tensor) -> QuantizedWeight:
+    """Random numbers of the matrix's size."""
+    outputs, inputs = weight.shape
+    values = torch.randint(0, 256, (outputs, inputs // 2)).to(torch.uint8)
+    scales = (torch.rand(outputs, inputs // 16) / 16).to(torch.float8_e4m3fn)
+    return QuantizedWeight(values, scales, group=16, output_scales=torch.rand(outputs, 1).double())
+
+
 def random_model(
     raw: dict[str, Any], dtype: torch.dtype, quantize: Callable[[torch.Tensor], QuantizedWeight] | None = None
 ) -> DecoderModel:
@@ -134,9 +142,11 @@ def test_states_agree_with_the_model_of_8_bit_matrices(family: str, dtype: torch
         assert decode_both(model, num_seqs, steps=2) < 0.03  # where a number is rounded otherwise, all others change
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2, biases"])
-def test_states_agree_with_the_model_of_4_bit_matrices(family: str) -> None:
-    model = random_model(FAMILIES[family], torch.bfloat16, int4)
+@pytest.mark.parametrize(("family", "quantize"), [("llama", int4), ("qwen2, biases", int4), ("llama", nvfp4)])
+def test_states_agree_with_the_model_of_4_bit_matrices(
+    family: str, quantize: Callable[[torch.Tensor], QuantizedWeight]
+) -> None:
+    model = random_model(FAMILIES[family], torch.bfloat16, quantize)
     assert {type(linear) for layer in model.layers for linear in linears_of(layer)} == {Int4Linear}
     for num_seqs in (1, 3, 8):
         assert decode_both(model, num_seqs, steps=2) < 40 * torch.finfo(torch.bfloat16).eps

@@ -35,6 +35,14 @@ def mxfp4(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(torch.randint(0, 256, (outputs, inputs // 2)).to(torch.uint8), powers, group=32)
 
 
+def nvfp4(weight: torch.Tensor) -> QuantizedWeight:
+    outputs, inputs = weight.shape
+    scales = (torch.rand(outputs, inputs // 16) / 8).to(torch.float8_e4m3fn)
+    by_output = torch.rand(outputs, 1).double()
+    values = torch.randint(0, 256, (outputs, inputs // 2)).to(torch.uint8)
+    return QuantizedWeight(values, scales, group=16, output_scales=by_output)
+
+
 def experts(dtype: torch.dtype, *, biases: bool, activation: Activation = "silu") -> Experts:
     torch.manual_seed(0)
 
@@ -71,6 +79,7 @@ def test_the_kernel_agrees_with_the_loop(
         pytest.param(QuantizedWeight.int8, False, "silu", 0.03, marks=NEEDS_QUADS, id="8 bits"),  # numbers are rounded
         pytest.param(int4, False, "silu", 1e-2, id="4 bits"),
         pytest.param(mxfp4, True, "clamped_silu", 1e-2, id="floats of 4 bits, biases"),
+        pytest.param(nvfp4, False, "silu", 1e-2, id="floats of 4 bits, two scales"),
     ],
 )
 def test_the_kernel_agrees_with_the_loop_over_quantised_experts(

@@ -39,17 +39,24 @@ def test_the_product_is_that_of_the_kernel_s_numbers(group: int | None, zeros: b
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_floats_of_4_bits_are_multiplied(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_floats_of_4_bits_are_multiplied(kind: str, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     values = torch.randint(0, 256, (OUTPUTS, INPUTS // 2), generator=random).to(torch.uint8)
-    powers = torch.randint(120, 135, (OUTPUTS, INPUTS // 32), generator=random).to(torch.uint8)
-    weight = QuantizedWeight(values, powers.view(torch.float8_e8m0fnu), group=32)
-    linear = Int4Linear.of(weight, None)
+    if kind == "mxfp4":
+        powers = torch.randint(120, 135, (OUTPUTS, INPUTS // 32), generator=random).to(torch.uint8)
+        weight = QuantizedWeight(values, powers.view(torch.float8_e8m0fnu), group=32)
+    else:  # all scales but NaN, also the smallest
+        scales = torch.randint(0, 0x7F, (OUTPUTS, INPUTS // 16), generator=random).to(torch.uint8)
+        by_output = torch.rand(OUTPUTS, 1, generator=random).double()
+        weight = QuantizedWeight(values, scales.view(torch.float8_e4m3fn), group=16, output_scales=by_output)
+    bias = torch.randn(OUTPUTS, generator=random).to(dtype)
+    linear = Int4Linear.of(weight, bias)
     for num_rows in (1, 3, 6, 33):
         hidden = torch.randn(num_rows, INPUTS, generator=random).to(dtype)
-        expected = hidden.double() @ weight.dequantize(torch.float64).T
+        expected = hidden.double() @ weight.dequantize(torch.float64).T + bias.double()
         assert (linear(hidden).double() - expected).norm() < BOUNDS[dtype] * expected.norm()
-    assert linear.nbytes == weight.nbytes
+    assert linear.nbytes == weight.nbytes + bias.nbytes
 
 
 def test_reordered_inputs_are_multiplied_by_their_own_weights() -> None:

@@ -19,14 +19,16 @@ def _dequantize(
     values: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
+    output_scales: tl.tensor,
     dense: tl.tensor,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,  # WIDTH: one of all inputs
     GROUP_OUTPUTS: tl.constexpr,
     BITS: tl.constexpr,
-    IS_MXFP4: tl.constexpr,
+    IS_FLOAT4: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ) -> None:
@@ -45,11 +47,13 @@ def _dequantize(
         row = values + outputs.to(tl.int64)[:, None] * (tiles * half)
         packed = tl.load(row + input // 2 + tl.arange(0, half)[None, :], mask=inside[:, None], other=0)
         places = input + tl.arange(0, half)[None, :]
-        if IS_MXFP4:
+        if IS_FLOAT4:
             power = scales + tl.minimum(outputs, SIZE - 1) * (WIDTH // GROUP)
             low = scaled_floats(packed & 0xF, power, input, WIDTH, GROUP, tl.float32, 0, half)
             high = scaled_floats(packed >> 4, power, input + half, WIDTH, GROUP, tl.float32, 0, half)
             scale = tl.full((OUTPUTS, 1), 1.0, tl.float32)
+            if HAS_OUTPUT_SCALES:
+                scale = tl.load(output_scales + outputs, mask=inside, other=0.0).to(tl.float32)[:, None]
         else:
             low, high = (packed & 0xF).to(tl.float32) - 8, (packed >> 4).to(tl.float32) - 8
         tl.store(
@@ -79,14 +83,16 @@ def dequantized(weight: Tiled, dtype: torch.dtype) -> torch.Tensor:
         weight.values,
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
+        weight.scales if weight.output_scales is None else weight.output_scales,
         dense,
         SIZE=outputs,
         WIDTH=inputs,
         GROUP=weight.group or inputs,
         GROUP_OUTPUTS=weight.rows,
         BITS=weight.bits,
-        IS_MXFP4=weight.is_mxfp4,
+        IS_FLOAT4=weight.is_float4,
         HAS_ZEROS=weight.zeros is not None,
+        HAS_OUTPUT_SCALES=weight.output_scales is not None,
         OUTPUTS=_OUTPUTS,
         INPUTS=weight.inputs,
     )

@@ -46,13 +46,16 @@ class Tiled:
     inputs: int  # of a tile, at most
     scales: torch.Tensor | None = None  # as of `QuantizedWeight`, of each expert
     zeros: torch.Tensor | None = None
+    output_scales: torch.Tensor | None = None  # float64 `[experts, out, 1]`
     rows: int = 1
     group: int | None = None
-    is_mxfp4: bool = False  # scales are uint8, the exponents of powers of two plus 127
+    is_float4: bool = False
+    """Scales are those of `kernel_scales`."""
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.values, self.scales, self.zeros) if part is not None)
+        parts = self.values, self.scales, self.zeros, self.output_scales
+        return sum(part.nbytes for part in parts if part is not None)
 
     @classmethod
     def dense(cls, values: torch.Tensor) -> Self:
@@ -63,20 +66,21 @@ class Tiled:
     def of(cls, weights: Sequence[QuantizedWeight]) -> Self:
         """Of weights for which `can_multiply`, all of one format."""
         first = weights[0]
-        tile = _mxfp4_inputs(first.shape[1]) if first.is_mxfp4 else _tile_inputs(first.group)
+        tile = _float4_inputs(first.shape[1]) if first.is_float4 else _tile_inputs(first.group)
         values = [each.values if first.bits == 8 else _by_half(each.values, tile) for each in weights]
-        scales = [each.scales.view(torch.uint8) if first.is_mxfp4 else each.scales for each in weights]
         zeros = [each.zeros for each in weights if each.zeros is not None]
+        output_scales = [each.output_scales for each in weights if each.output_scales is not None]
         return cls(
             _stacked(values),
             first.shape,
             first.bits,
             tile,
-            _stacked(scales),
+            _stacked([each.kernel_scales for each in weights]),
             _stacked(zeros) if zeros else None,
+            _stacked(output_scales) if output_scales else None,
             first.rows,
             first.group,
-            first.is_mxfp4,
+            first.is_float4,
         )
 
 
@@ -90,7 +94,7 @@ def _tile_inputs(group: int | None) -> int:
     return _MOST_INPUTS if group is None else min(_MOST_INPUTS, group & -group)
 
 
-def _mxfp4_inputs(inputs: int) -> int:
+def _float4_inputs(inputs: int) -> int:
     """Of a tile, whose groups' scales the numbers are multiplied with; what fills the last tile is memory."""
     return _MOST_INPUTS if inputs % _MOST_INPUTS == 0 else _MOST_INPUTS // 2
 
@@ -105,7 +109,9 @@ def _by_half(values: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
-    """Whether a tile's inputs have one scale for each output."""
+    """Whether a tile's inputs have one scale for each output; floats of 4 bits are multiplied with several."""
+    if weight.is_float4:
+        return weight.group is not None and weight.shape[1] % weight.group == 0
     return _tile_inputs(weight.group) >= _LEAST_INPUTS[weight.bits]
 
 
@@ -113,7 +119,7 @@ def can_multiply(weight: QuantizedWeight) -> bool:
 def _add_tile(
     sums: tl.tensor,  # [OUTPUTS, ROWS]
     value: tl.tensor,  # [OUTPUTS, 1] of each output's first number, or byte
-    power: tl.tensor,  # [OUTPUTS] of each output's first scale, in mxfp4
+    power: tl.tensor,  # [OUTPUTS] of each output's first scale, of floats of 4 bits
     state: tl.tensor,  # [1, ROWS] of each row's first number
     exists: tl.tensor,  # [ROWS]
     zero: tl.tensor,  # [OUTPUTS]
@@ -121,7 +127,7 @@ def _add_tile(
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    IS_MXFP4: tl.constexpr,
+    IS_FLOAT4: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     DOT: tl.constexpr,
     ADDED: tl.constexpr,  # as of `_nibbles`
@@ -131,7 +137,7 @@ def _add_tile(
     half: tl.constexpr = INPUTS // 2
     if BITS == 4:
         packed = tl.load(value + number * half + tl.arange(0, half)[None, :])
-        if IS_MXFP4:
+        if IS_FLOAT4:
             first = number * INPUTS
             low = scaled_floats(packed & 0xF, power, first, WIDTH, GROUP, DOT, ADDED, half)
             high = scaled_floats(packed >> 4, power, first + half, WIDTH, GROUP, DOT, ADDED, half)
@@ -176,20 +182,25 @@ def scaled_floats(
     ADDED: tl.constexpr,  # as of `_nibbles`
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """The numbers of mxfp4 from the input `first` on, which are exact in bfloat16.
+    """The numbers of mxfp4 or NVFP4 from the input `first` on, which are exact in bfloat16.
 
-    The bits of a float of 4 bits (e2m1) are those of a larger one, but for what is added to exponents.
+    The bits of a float of 4 bits (e2m1), and of 8, are those of a larger one, but for what is added to exponents.
     """
     groups: tl.constexpr = COLUMNS // GROUP
     each = first // GROUP + tl.arange(0, groups)[None, :]
-    exponents = tl.load(power[:, None] + each, mask=each < WIDTH // GROUP, other=0).to(tl.uint16)
-    numbers = bits.to(tl.uint16) * 0x1040 & 0x81C0  # the sign, and exponent and mantissa, where bfloat16 has them
+    scales = tl.load(power[:, None] + each, mask=each < WIDTH // GROUP, other=0)
+    is_power: tl.constexpr = scales.dtype == tl.uint8
+    places: tl.constexpr = 7 if is_power else 4
+    factor: tl.constexpr = 2.0**126 if is_power else 2.0**123
+    more: tl.constexpr = 1.0 if is_power else 2.0**123
+    scaling = scales.to(tl.uint16) << places  # where bfloat16 has them
+    numbers = bits.to(tl.uint16) * 0x1040 & 0x81C0  # likewise the sign, and exponent and mantissa
     if ADDED == 128:
-        scale, floats = (exponents << 7).to(DTYPE, bitcast=True), numbers.to(DTYPE, bitcast=True)
+        scale, floats = scaling.to(DTYPE, bitcast=True), numbers.to(DTYPE, bitcast=True)
     else:
-        scale = (exponents.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        scale = (scaling.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         floats = (numbers.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    by_group = tl.reshape(floats * 2.0**126, (bits.shape[0], groups, GROUP)) * scale[:, :, None]
+    by_group = tl.reshape(floats * factor, (bits.shape[0], groups, GROUP)) * (scale * more)[:, :, None]
     return tl.reshape(by_group, (bits.shape[0], COLUMNS)).to(DTYPE)
 
 
@@ -217,6 +228,7 @@ def _product(
     values: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
+    output_scales: tl.tensor,
     bias: tl.tensor,
     row_scales: tl.tensor,
     product: tl.tensor,
@@ -226,9 +238,10 @@ def _product(
     GROUP: tl.constexpr,  # WIDTH: one of all inputs
     GROUP_OUTPUTS: tl.constexpr,
     BITS: tl.constexpr,
-    IS_MXFP4: tl.constexpr,
+    IS_FLOAT4: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_OUTPUT_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
     EXPERTS_OF_A_TOKEN: tl.constexpr,  # 0: rows are read in their order
@@ -266,20 +279,22 @@ def _product(
         group = scale_row + number * INPUTS // GROUP
         if HAS_ZEROS:
             zero = tl.load(zeros + group).to(tl.float32)
-        if GROUP < WIDTH and not IS_MXFP4:
+        if GROUP < WIDTH and not IS_FLOAT4:
             part = tl.zeros((OUTPUTS, ROWS), tl.float32)
             part = _add_tile(
                 part, value, scales, state, exists, zero, number,
-                WIDTH, GROUP, BITS, IS_MXFP4, HAS_ZEROS, DOT, ADDED, INPUTS,
+                WIDTH, GROUP, BITS, IS_FLOAT4, HAS_ZEROS, DOT, ADDED, INPUTS,
             )  # fmt: skip
             sums += part * tl.load(scales + group).to(tl.float32)[:, None]
         else:
             sums = _add_tile(
                 sums, value, scales + scale_row, state, exists, zero, number,
-                WIDTH, GROUP, BITS, IS_MXFP4, HAS_ZEROS, DOT, ADDED, INPUTS,
+                WIDTH, GROUP, BITS, IS_FLOAT4, HAS_ZEROS, DOT, ADDED, INPUTS,
             )  # fmt: skip
-    if HAS_SCALES and GROUP == WIDTH and not IS_MXFP4:
+    if HAS_SCALES and GROUP == WIDTH and not IS_FLOAT4:
         sums *= tl.load(scales + scale_row).to(tl.float32)[:, None]
+    if HAS_OUTPUT_SCALES:
+        sums *= tl.load(output_scales + expert * SIZE + output).to(tl.float32)[:, None]
     if HAS_ROW_SCALES:
         sums *= tl.load(row_scales + row, mask=exists, other=0.0)[None, :]
     if HAS_BIAS:
@@ -408,6 +423,7 @@ def _multiply(
         weight.values,
         product if weight.scales is None else weight.scales,
         product if weight.zeros is None else weight.zeros,
+        product if weight.output_scales is None else weight.output_scales,
         product if bias is None else bias,
         product if row_scales is None else row_scales,
         product,
@@ -417,9 +433,10 @@ def _multiply(
         GROUP=weight.group or weight.size[1],
         GROUP_OUTPUTS=weight.rows,
         BITS=weight.bits,
-        IS_MXFP4=weight.is_mxfp4,
+        IS_FLOAT4=weight.is_float4,
         HAS_SCALES=weight.scales is not None,
         HAS_ZEROS=weight.zeros is not None,
+        HAS_OUTPUT_SCALES=weight.output_scales is not None,
         HAS_BIAS=bias is not None,
         HAS_ROW_SCALES=row_scales is not None,
         EXPERTS_OF_A_TOKEN=experts_of_a_token,
