@@ -146,7 +146,7 @@ def experts() -> Found:
         what = f"experts of Qwen3-30B-A3B, {row['tokens']} tokens, "
         bound = "reading their weights" if row["read_ms"] > row["arithmetic_ms"] else "their arithmetic (the longer)"
         checks.append(Check(f"{what}÷ {bound}", f"<= {EXPERTS_BOUND}", row["of_the_longer"]))
-        for kind in ("", "int4_", "mxfp4_", "int8_"):
+        for kind in ("", "int4_", "mxfp4_", "nvfp4_", "int8_"):
             if f"{kind}of_the_loop" in row:
                 of = f" of {kind.removesuffix('_')}" if kind else ""
                 checks.append(Check(f"{what}÷ a loop over experts{of}", "<= 1.0", row[f"{kind}of_the_loop"]))

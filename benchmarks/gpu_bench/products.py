@@ -24,7 +24,7 @@ from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _BOUND = 2e-2
 _FLOAT4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between two numbers of mxfp4."""
+"""Between two numbers of 4 bits."""
 _DRAWS = 4
 """Of experts, so that those of a few tokens are not in the L2 cache."""
 
@@ -58,12 +58,26 @@ def _fp8_blocks(weight: torch.Tensor) -> QuantizedWeight:
 def _mxfp4(weight: torch.Tensor) -> QuantizedWeight:
     """The nearest numbers, with the largest of a group between 4 and 8 times its scale."""
     outputs, inputs = weight.shape
-    groups = weight.float().view(outputs, -1, 32)
+    groups = weight.float().view(outputs, inputs // 32, 32)
     powers = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
-    sizes = torch.bucketize((groups / powers.exp2()).abs(), torch.tensor(_FLOAT4_BOUNDS, device=weight.device))
-    numbers = (sizes + 8 * (groups < 0)).view(outputs, inputs).to(torch.uint8)
     scales = (powers.squeeze(-1) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
-    return QuantizedWeight(numbers[:, ::2] | (numbers[:, 1::2] << 4), scales, group=32)
+    return QuantizedWeight(_float4(groups / powers.exp2()), scales, group=32)
+
+
+def _nvfp4(weight: torch.Tensor) -> QuantizedWeight:
+    """With the largest of all numbers 6 times the largest scale."""
+    outputs, inputs = weight.shape
+    groups, whole = weight.float().view(outputs, inputs // 16, 16), weight.float().abs().max() / 6 / FP8_MAX
+    scales = (groups.abs().amax(-1) / 6 / whole).to(FP8)
+    numbers = _float4(groups / (scales.float() * whole)[..., None])
+    return QuantizedWeight(numbers, scales, group=16, output_scales=whole.double().expand(outputs, 1).contiguous())
+
+
+def _float4(scaled: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers of 4 bits, two in a byte `[out, in / 2]`, of `[out, groups, group]`."""
+    sizes = torch.bucketize(scaled.abs(), torch.tensor(_FLOAT4_BOUNDS, device=scaled.device))
+    numbers = (sizes + 8 * (scaled < 0)).flatten(1).to(torch.uint8)
+    return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
 FORMATS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
@@ -72,6 +86,7 @@ FORMATS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "W8A8 fp8": _fp8,
     "fp8 blocks": _fp8_blocks,
     "mxfp4": _mxfp4,
+    "nvfp4": _nvfp4,
 }
 
 

@@ -43,7 +43,7 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """A row for each number of tokens, whose experts are drawn evenly; the shortest of several runs of each.
 
     The bandwidth is that of copies in between, read and written bytes, because the speed of a shared machine varies.
-    In 4 bits (integers in groups of 128, and mxfp4) and, where the CPU has instructions for it, 8, also beside loops.
+    In 4 bits (integers in groups of 128, mxfp4, NVFP4) and, where the CPU has instructions, 8, also beside loops.
     """
     random, ops = torch.Generator().manual_seed(0), CpuLayerOps(threaded=True)
     gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype, generator=random) * HIDDEN**-0.5
@@ -101,8 +101,15 @@ def _mxfp4(linear: Linear) -> Linear:
     return Int4Linear.of(QuantizedWeight(numbers, powers, group=32), None)
 
 
+def _nvfp4(linear: Linear) -> Linear:
+    outputs, inputs = linear.weight.shape
+    numbers = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8)
+    scales, whole = torch.rand(outputs, inputs // 16).to(torch.float8_e4m3fn), torch.ones(outputs, 1).double()
+    return Int4Linear.of(QuantizedWeight(numbers, scales, group=16, output_scales=whole), None)
+
+
 def _int8(linear: Linear) -> Linear:
     return Int8Linear.of(QuantizedWeight.int8(linear.weight), None)
 
 
-_QUANTIZED = {"int4": _int4, "mxfp4": _mxfp4, **({"int8": _int8} if HAS_QUAD_PRODUCT else {})}
+_QUANTIZED = {"int4": _int4, "mxfp4": _mxfp4, "nvfp4": _nvfp4, **({"int8": _int8} if HAS_QUAD_PRODUCT else {})}
