@@ -195,6 +195,18 @@ def gptq(bits: int, group: int, *, symmetric: bool, reordered: bool = False, ver
     return Format({**config, "checkpoint_format": version}, quantize, torch.float16)
 
 
+def auto_round() -> Format:
+    """With zeros as they are, and without the order of inputs, which is always theirs."""
+    same = gptq(4, 64, symmetric=False, version="gptq_v2")
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, exact = same.quantize(weight)
+        return {name: tensor for name, tensor in tensors.items() if name != "g_idx"}, exact
+
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False, "packing_format": "auto_round"}
+    return Format(config, quantize, torch.float16)
+
+
 def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     values, scale, zero = affine(weight.numpy().reshape(len(weight), -1, 64), 4, symmetric=False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -250,6 +262,7 @@ FORMATS = {
     "gptq 2, with zeros": gptq(4, 32, symmetric=False, version="gptq_v2"),
     "gptq, reordered": gptq(4, 64, symmetric=True, reordered=True),
     "gptq, 8 bits": gptq(8, -1, symmetric=True),
+    "auto-round": auto_round(),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq, torch.float16
     ),

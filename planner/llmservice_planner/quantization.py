@@ -11,7 +11,7 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Quantization = Literal["auto", "dense", "int8", "stored"]
@@ -21,7 +21,7 @@ with 8-bit activations; as they are `stored`; or what is fastest on the device."
 
 SUPPORTED = (
     "compressed-tensors (8-bit integers, fp8, 4-bit integers, mxfp4, NVFP4), fp8 (one scale, or blocks), gptq (4 or 8 "
-    "bits), awq (4 bits, gemm), modelopt (fp8, NVFP4), mxfp4 (the experts of gpt-oss)"
+    "bits), awq (4 bits, gemm), auto-round (as gptq and awq), modelopt (fp8, NVFP4), mxfp4 (the experts of gpt-oss)"
 )
 SUFFIXES = frozenset({
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -32,6 +32,7 @@ SUFFIXES = frozenset({
 INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many outputs at a time
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 _NVFP4_BYTES_PER_OUTPUT = 8  # the matrix's scale in float64
+_DENSE_BITS = 16
 _FLOAT4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
 
 
@@ -215,8 +216,8 @@ class QuantizationConfig:
 
     @property
     def first(self) -> WeightFormat:
-        """The format that stands for all where one has to."""
-        return self.formats[0][1]
+        """The format that stands for all where one has to: that of what is not named, if there is one."""
+        return next((form for targets, form in self.formats if "Linear" in targets), self.formats[0][1])
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> QuantizationConfig | None:
@@ -330,6 +331,29 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(((("Linear",), form),), ("lm_head", *_names(raw, "modules_to_not_convert")))
 
 
+_ZEROS_AS_THEY_ARE = {"auto_round", "auto_round:exllamav2", "auto_round:gptqmodel"}
+
+
+def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """AutoRound (arXiv:2309.05516), whose tensors are those of GPTQ, of either version, or of AWQ."""
+    if raw.get("data_type", "int") != "int":
+        raise QuantizationError(f"config.json: quantization_config.data_type is {raw['data_type']!r}, expected int")
+    packing = raw.get("packing_format") or raw.get("backend") or "auto_round:auto_gptq"
+    version = "gptq_v2" if packing in _ZEROS_AS_THEY_ARE else "gptq"
+    parse, common = _awq if "awq" in str(packing) else _gptq, {**raw, "version": "gemm", "checkpoint_format": version}
+    others = {
+        name: settings
+        for name, settings in (raw.get("extra_config") or {}).items()
+        if isinstance(settings, Mapping) and settings.get("bits", raw.get("bits")) != _DENSE_BITS
+    }
+    formats = [
+        ((f"re:{name}" if set(name) & set("*^$[(|\\") else name,), parse({**common, **settings}).first)
+        for name, settings in others.items()
+    ]
+    usual = parse({**common, "lm_head": "lm_head" in others})
+    return replace(usual, formats=(*formats, *usual.formats))
+
+
 def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
     if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise QuantizationError(f"config.json: quantization_config.fmt is {raw['fmt']!r}, expected e4m3")
@@ -423,4 +447,12 @@ def _compressed_format(group: Mapping[str, Any], stored: str) -> WeightFormat:
     )
 
 
-_PARSERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
+_PARSERS = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,  # of its first versions
+    "modelopt": _modelopt,
+}

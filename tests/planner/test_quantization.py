@@ -29,6 +29,11 @@ def parsed(**raw: Any) -> QuantizationConfig:
         ({"quant_method": "fp8"}, "fp8/float8/tensor/fp8-activations"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8/float8/tensor/fp8-activations"),
         ({"quant_method": "mxfp4"}, "mxfp4/float4/1x32"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}, "gptq/int4/1x128"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 64, "packing_format": "auto_round:auto_awq"},
+            "awq/int4/1x64/zeros",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "modelopt/float4/1x16"),
         (
             {
@@ -69,6 +74,35 @@ def test_each_module_has_the_first_format_that_names_it_unless_it_is_ignored() -
     assert list(bits.values()) == [8, 4, None, None]
 
 
+def test_layers_of_auto_round_differ_where_it_says_so() -> None:
+    config = parsed(
+        quant_method="intel/auto-round",
+        bits=4,
+        group_size=128,
+        sym=False,
+        packing_format="auto_round",
+        extra_config={
+            "model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 32},
+            ".*mlp.gate$": {"bits": 16, "data_type": "float"},
+            "lm_head": {"bits": 4, "sym": True},
+        },
+    )
+    codes = {
+        name: form and f"{form.code}, version {form.version}"
+        for name in ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head")
+        for form in [config.format_of(name)]
+    }
+    assert [*codes.values()] == [
+        "gptq/int8/1x32/zeros, version 2",
+        "gptq/int4/1x128/zeros, version 2",
+        "gptq/int4/1x128, version 2",
+    ]
+    assert config.first == config.format_of("model.layers.1.mlp.down_proj")
+    default = parsed(quant_method="auto-round", bits=4, group_size=128)
+    assert default.format_of("lm_head") is None
+    assert default.first.version == 1
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -103,6 +137,8 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
             },
             "group_size is 16, expected 32",
         ),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type is 'mx_fp', expected int"),
+        ({"quant_method": "auto-round", "bits": 2, "group_size": 128}, "bits is 2, expected 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": True}, "dynamic differs by layer"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic differs by layer"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
