@@ -15,6 +15,7 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.locations import Figures, Model, ModelLocation, ModelSourceError, locate
 from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header
+from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
 
 DEFAULT_HUB = "https://huggingface.co"
@@ -97,7 +98,12 @@ class ModelReader:
             raise ModelSourceError("ModelNotFound", f"{url} does not exist: correct model.uri", lasting=False)
         if status != 200:
             raise ModelSourceError("ModelUnreachable", f"{url} answers {status}", lasting=False)
-        return _json_object(text, url)
+        config = _json_object(text, url)
+        if config.get("quantization_config"):
+            return config
+        url = self._file_url(location, SIDECAR)
+        status, text = await self._get(url)
+        return with_sidecar(config, _json_object(text, url) if status == 200 else None)
 
     async def _hub_weights(self, location: ModelLocation) -> dict[str, int]:
         """The sizes of the weights' files; empty where the hub does not report them."""

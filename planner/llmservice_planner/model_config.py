@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from llmservice_planner.encoders import ENCODERS, EncoderFamily, EncoderSizes, count_parameters
 from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family, find_family
-from llmservice_planner.quantization import QuantizationConfig, QuantizationError
+from llmservice_planner.quantization import SIDECAR, QuantizationConfig, QuantizationError, with_sidecar
 
 _MOST_LAYERS = 1024
 
@@ -54,16 +54,20 @@ class _Values:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed `config.json` of a model folder. Raises `ShapeError` if it is missing or not a JSON object."""
-    path = folder / "config.json"
+    sidecar = folder / SIDECAR
+    return with_sidecar(_read_object(folder / "config.json"), _read_object(sidecar) if sidecar.is_file() else None)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ShapeError(f"{path} does not exist: expected a Hugging Face model folder with a config.json") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ShapeError(f"{path} cannot be read as JSON ({error}): download the model folder again") from error
-    if not isinstance(config, dict):
-        raise ShapeError(f"{path} holds a {type(config).__name__}, expected a JSON object")
-    return config
+    if not isinstance(content, dict):
+        raise ShapeError(f"{path} holds a {type(content).__name__}, expected a JSON object")
+    return content
 
 
 def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many out
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 _NVFP4_BYTES_PER_OUTPUT = 8  # the matrix's scale in float64
 _DENSE_BITS = 16
+SIDECAR = "hf_quant_config.json"
 _FLOAT4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
 
 
@@ -182,6 +183,14 @@ def matrices_bytes(
     if held == "stored" and form is not None:
         return stored_bytes
     return parameters * dtype_bytes
+
+
+def with_sidecar(config: dict[str, Any], sidecar: Mapping[str, Any] | None) -> dict[str, Any]:
+    """config.json, and what older checkpoints of Model Optimizer say of their weights in a file of its own."""
+    quantization = (sidecar or {}).get("quantization")
+    if config.get("quantization_config") or not isinstance(quantization, Mapping):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
 
 
 def is_quantized(suffixes: Iterable[str]) -> bool:

@@ -76,7 +76,10 @@ async def hub() -> AsyncIterator[str]:
             return web.Response(text="{")
         if name in {"packed", "unlisted"}:
             return web.json_response(PACKED)
-        return web.json_response(CONFIG) if name in {"good", "gated"} else web.Response(status=404)
+        return web.json_response(CONFIG) if name in {"good", "gated", "modelopt"} else web.Response(status=404)
+
+    async def sidecar(request: web.Request) -> web.Response:
+        return web.json_response({"producer": {}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}})
 
     async def listing(request: web.Request) -> web.Response:
         siblings = [{"rfilename": name, "size": size} for name, size in FILES.items()]
@@ -97,6 +100,7 @@ async def hub() -> AsyncIterator[str]:
     app.router.add_get("/api/models/org/packed/revision/{revision}", shards)
     app.router.add_get("/org/{name}/resolve/{revision}/config.json", answer)
     app.router.add_get("/api/models/org/good/revision/{revision}", listing)
+    app.router.add_get("/org/modelopt/resolve/{revision}/hf_quant_config.json", sidecar)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -122,6 +126,13 @@ async def test_a_local_folder_is_read(models: Path, hub: str) -> None:
 
     assert model.location.path == str(models / "tiny")
     assert (model.shape.layers, model.shape.kv_heads) == (2, 2)
+
+
+async def test_a_hub_model_whose_quantisation_is_described_apart(hub: str) -> None:
+    model = await read({"uri": "hf://org/modelopt@main"}, hub)
+
+    assert model.shape is not None
+    assert model.shape.quantization == "modelopt/float4/1x16"
 
 
 async def test_a_hub_model_is_read_without_downloading_it(hub: str) -> None:

@@ -276,24 +276,29 @@ def test_a_file_is_opened_a_few_times_however_many_tensors_it_has(
 
 @both_codes
 @pytest.mark.parametrize(
-    ("method", "names"),
+    ("method", "names", "apart"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, {}),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, {}, False),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}, {}, True),
         (
             {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
             {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"},
+            False,
         ),
     ],
-    ids=["Model Optimizer", "Ministral 3"],
+    ids=["Model Optimizer", "Model Optimizer before 0.29", "Ministral 3"],
 )
 def test_fp8_with_one_scale_is_read_as_it_is_published(
-    tmp_path: Path, code: Implementation, method: dict[str, Any], names: dict[str, str]
+    tmp_path: Path, code: Implementation, method: dict[str, Any], names: dict[str, str], apart: bool
 ) -> None:
     quantized, _ = write_both(tmp_path, FORMATS["fp8, one scale"])
     expected = logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored"))
     tensors = load_file(quantized / "model.safetensors")
+    if apart:
+        (tmp_path / "published").mkdir()
+        (tmp_path / "published" / "hf_quant_config.json").write_text(json.dumps({"quantization": method}))
     renamed = {".".join(names.get(part, part) for part in name.split(".")): each for name, each in tensors.items()}
-    published = write(tmp_path / "published", renamed, quantization_config=method)
+    published = write(tmp_path / "published", renamed, quantization_config=None if apart else method)
     assert torch.equal(logits(Checkpoint.open(published, code).load(torch.float32, CPU, "stored")), expected)
     counted = [ModelShape.from_folder(folder).weights_bytes("float32", "stored") for folder in (published, quantized)]
     assert counted[0] == counted[1]

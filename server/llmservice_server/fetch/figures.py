@@ -8,6 +8,7 @@ from typing import Any
 
 from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header
 from llmservice_planner.model_source import CheckpointFigures
+from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.fetch.checkpoint import needed, remote_source
 from llmservice_server.fetch.source import CorruptError, FetchError, RemoteFile, RetryableError, Source, retrying
@@ -40,7 +41,8 @@ def _figures(source: Source) -> CheckpointFigures:
     names = request(source.names)
     if _CONFIG not in names:
         raise FetchError(f"{source.where} holds no config.json: expected a checkpoint in Hugging Face's format")
-    config = request(_read_json, source, _CONFIG)
+    sidecar = request(_read_json, source, SIDECAR) if SIDECAR in names else None
+    config = with_sidecar(request(_read_json, source, _CONFIG), sidecar)
     weights = [name for name in needed(names) if name.endswith(".safetensors")]
     if ModelShape.from_config(config).wants_headers:
         files = request(source.describe, weights)

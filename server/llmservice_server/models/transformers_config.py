@@ -25,6 +25,7 @@ from llmservice_planner.quantization import QuantizationConfig
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.models.config import SERVED, quantization_of
 from llmservice_server.models.transformers_attention import NAME, Call, Mask, attend_of_pass, attention, pass_latents
+from llmservice_server.types.checkpoint_config import read_model_config
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import ModelCode
 
@@ -111,7 +112,7 @@ def examine(folder: Path) -> TransformersConfig:
         sources=_sources(calls),
         is_latent=calls[0].is_latent,
         tied_embeddings=bool(text.tie_word_embeddings),
-        quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
+        quantization=quantization_of(read_model_config(folder)),
         num_extra_layers=further if isinstance(further := getattr(text, "num_nextn_predict_layers", 0), int) else 0,
     )
 

@@ -34,7 +34,7 @@ from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.quantization import read, shape_of
 from llmservice_server.models.weights import ComputedPlace, QuantizedPlace, StackedPlace, Weights
 from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
-from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
+from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object, read_model_config
 from llmservice_server.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Checkpoint:
         """Raises `ModelLoadError`: no such folder, broken JSON, an architecture that we do not run, a missing shard."""
         if not folder.is_dir():
             raise ModelLoadError(f"{folder} is not a folder: expected one with config.json and *.safetensors")
-        raw = read_json_object(folder / "config.json")
+        raw = read_model_config(folder)
         shards = weight_files(folder)
         config: ModelConfig | TransformersConfig
         if implementation == "own" or (implementation == "auto" and is_own(raw)):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_server.types.errors import ModelLoadError
 
 _SHOWN = 80  # characters of a wrong value
@@ -228,6 +229,13 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
     if ids is None and config.exists():
         ids = _EndTokens.parse(read_json_object(config), config.name).eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json. Raises `ModelLoadError` as `read_json_object` does."""
+    sidecar = folder / SIDECAR
+    found = read_json_object(sidecar) if sidecar.is_file() else None
+    return with_sidecar(read_json_object(folder / "config.json"), found)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

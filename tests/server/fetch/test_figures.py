@@ -90,6 +90,11 @@ def test_weights_without_an_index_have_the_size_of_their_files(hub: ModelHub) ->
     assert read_figures("hf://org/open").weights_bytes is None
 
 
+def test_quantisation_that_is_described_apart_is_read(files: Callable[..., ModelHub]) -> None:
+    files(hf_quant_config__json=json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": []}}).encode())
+    assert read_model("org/open").shape.quantization == "fp8/float8/tensor/fp8-activations"
+
+
 def test_bucket_is_read(store: ObjectStore) -> None:
     store.objects |= {f"llms/llama/{name}": content for name, content in SHARDED.items()}
     assert read_model("s3://models/llms/llama").weights_bytes("bfloat16") == 16_060_522_496
