@@ -30,11 +30,9 @@ class Api:
     url: str = ""
     statuses: list[int] = field(default_factory=lambda: [200])
     tokens: list[str | None] = field(default_factory=list)
-    asked_s: list[float] = field(default_factory=list)
 
     async def answer(self, request: web.Request) -> web.Response:
         self.tokens.append(request.headers.get("Authorization"))
-        self.asked_s.append(time.monotonic())
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         return web.json_response({}, status=status)
 
@@ -128,11 +126,11 @@ async def test_a_second_list_makes_the_kind_due_and_a_further_page_does_not(api:
 
 @pytest.mark.slow
 async def test_watches_that_end_at_once_are_opened_once_a_second(api: Api, client: Client) -> None:
+    started_s = time.monotonic()
     for _ in range(3):
         await client.get(f"{PODS}?watch=true")
 
-    pauses = [later - sooner for sooner, later in zip(api.asked_s, api.asked_s[1:], strict=False)]
-    assert min(pauses) > 0.9
+    assert time.monotonic() - started_s >= 2
 
 
 async def test_a_missing_crd_does_not_end_kopf_and_is_searched_for(

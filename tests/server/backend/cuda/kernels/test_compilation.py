@@ -23,7 +23,7 @@ SAMPLING = {"_add_to_histograms": 2, "_count_equal": 2, "_mask": 1, "_sum_tiles"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "shapes"),
-    [(89, "one"), (90, "one"), *(pytest.param(each, "usual", marks=pytest.mark.soak) for each in SHARED_BYTES)],
+    [(90, "one"), *(pytest.param(each, "usual", marks=pytest.mark.soak) for each in SHARED_BYTES)],
 )
 def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shapes: str, tmp_path: Path) -> None:
     """In a process of its own: this one has Triton as an interpreter."""
