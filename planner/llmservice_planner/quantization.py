@@ -33,6 +33,8 @@ INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many out
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 _NVFP4_BYTES_PER_OUTPUT = 8  # the matrix's scale in float64
 _DENSE_BITS = 16
+_BEFORE_LAYERS = re.compile(r"(model\.)?((language|text)_model\.)?(model\.)?")
+"""Of a name, which is another one where the language model is loaded alone."""
 SIDECAR = "hf_quant_config.json"
 _FLOAT4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
 
@@ -376,20 +378,36 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
+_NVFP4 = WeightFormat("modelopt", 4, "float", group=_FLOAT4_GROUPS["nvfp4"])
+"""The group is not always stated, and sometimes another method's."""
+_MODELOPT = {
+    "FP8": WeightFormat("fp8", 8, "float", None, activations="fp8", static=True),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+}
+
+
 def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
-    algorithm = raw.get("quant_algo")
-    if algorithm == "FP8":
-        form = WeightFormat("fp8", 8, "float", None, activations="fp8", static=True)
-    elif algorithm in ("NVFP4", "W4A16_NVFP4"):  # the group is not always stated, and sometimes another method's
-        form = WeightFormat("modelopt", 4, "float", group=_FLOAT4_GROUPS["nvfp4"])
-    else:
-        raise QuantizationError(
-            f"config.json: quantization_config.quant_algo is {algorithm!r}, expected FP8, NVFP4 or W4A16_NVFP4"
-        )
-    ignored = (
+    ignored = tuple(
         f"re:{fnmatch.translate(each)}" if "*" in each else each for each in _names(raw, "ignore", "exclude_modules")
     )
-    return QuantizationConfig(((("Linear",), form),), ("lm_head", *ignored))
+    layers = raw.get("quantized_layers")
+    if raw.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
+        return QuantizationConfig(((("Linear",), _modelopt_format(raw)),), ignored)
+    formats: dict[WeightFormat, list[str]] = {}
+    for name, settings in layers.items():
+        formats.setdefault(_modelopt_format(settings), []).append(_BEFORE_LAYERS.sub("", name))
+    return QuantizationConfig(tuple((tuple(names), form) for form, names in formats.items()), ignored)
+
+
+def _modelopt_format(raw: Any) -> WeightFormat:
+    algorithm = raw.get("quant_algo") if isinstance(raw, Mapping) else raw
+    if algorithm not in _MODELOPT:
+        raise QuantizationError(
+            f"config.json: quantization_config.quant_algo is {algorithm!r}, expected one of {', '.join(_MODELOPT)}, or "
+            "MIXED_PRECISION with quantized_layers of these"
+        )
+    return _MODELOPT[algorithm]
 
 
 _COMPRESSED_FLOAT4 = {f"{kind}-pack-quantized": group for kind, group in _FLOAT4_GROUPS.items()}
@@ -464,4 +482,5 @@ _PARSERS = {
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,  # of its first versions
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
 }

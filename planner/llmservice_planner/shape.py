@@ -183,10 +183,19 @@ class ModelShape:
 
     @property
     def wants_headers(self) -> bool:
-        """Whether its files' headers say best how large the weights are: transformers' code holds them."""
+        """Whether its files' headers say best how large the weights are.
+
+        Transformers' code holds them, or they are quantised, of which checkpoints leave some layers out.
+        """
+        if self.is_encoder or self.counts is not None:
+            return False
+        form = None if self.quantization is None else WeightFormat.parse(self.quantization)
+        return not self._is_own or (form is not None and not form.is_for_experts)
+
+    @property
+    def _is_own(self) -> bool:
         family = FAMILIES.get(self.architecture)
-        is_own = family is not None and family.served_architecture is not None
-        return not self.is_encoder and not is_own and self.counts is None
+        return family is not None and family.served_architecture is not None
 
     @property
     def counts(self) -> WeightCounts | None:
@@ -246,7 +255,7 @@ class ModelShape:
     def expert_bytes(self, dtype: str, quantization: Quantization = "auto", *, on_cpu: bool = False) -> int:
         """Those of the server's weights that routed experts have."""
         form = None if self.quantization is None else WeightFormat.parse(self.quantization)
-        is_dense = self.counts is not None or (form is None and quantization != "int8")
+        is_dense = not self._is_own or (form is None and quantization != "int8")
         wanted: Quantization = "dense" if is_dense else quantization
         return self._matrices_bytes(form, DTYPE_BYTES[dtype], wanted, on_cpu=on_cpu, only_experts=True)[0]
 

@@ -304,6 +304,25 @@ def test_fp8_with_one_scale_is_read_as_it_is_published(
     assert counted[0] == counted[1]
 
 
+@both_codes
+def test_layers_that_model_optimizer_quantises_differently(tmp_path: Path, code: Implementation) -> None:
+    stored, exact, layers = {}, {}, {}
+    for name, tensor in dense_tensors().items():
+        module, kind = name.removesuffix(".weight"), "FP8" if "self_attn" in name else "W4A16_NVFP4"
+        stored[name] = exact[name] = tensor
+        if module.endswith("_proj") and ".1." in module:  # the first layer is dense
+            form = FORMATS["fp8, one scale" if kind == "FP8" else "nvfp4 of Model Optimizer"]
+            tensors, exact[name] = form.quantize(stored.pop(name))
+            stored |= {f"{module}.{suffix}": each for suffix, each in tensors.items()}
+            layers[f"model.language_model.{module.removeprefix('model.')}"] = {"quant_algo": kind}
+    method = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    quantized = write(tmp_path / "quantized", stored, quantization_config=method)
+    ours, reference = (Checkpoint.open(each, code) for each in (quantized, write(tmp_path / "exact", exact)))
+    assert torch.equal(*(logits(each.load(torch.float32, CPU, "dense")) for each in (ours, reference)))
+    predicted = ModelShape.from_folder(quantized).weights_bytes("float32", "stored")
+    assert ours.load(torch.float32, CPU, "stored").weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
 def test_block_scales_may_be_powers_of_two_in_8_bits(tmp_path: Path) -> None:
     quantized, _ = write_both(tmp_path, FORMATS["fp8 blocks"])
     tensors = load_file(quantized / "model.safetensors")

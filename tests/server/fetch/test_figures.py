@@ -90,9 +90,15 @@ def test_weights_without_an_index_have_the_size_of_their_files(hub: ModelHub) ->
     assert read_figures("hf://org/open").weights_bytes is None
 
 
-def test_quantisation_that_is_described_apart_is_read(files: Callable[..., ModelHub]) -> None:
-    files(hf_quant_config__json=json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": []}}).encode())
-    assert read_model("org/open").shape.quantization == "fp8/float8/tensor/fp8-activations"
+def test_quantisation_that_is_described_apart_is_read_and_counted_from_the_headers(hub: ModelHub) -> None:
+    hub.files = {
+        "config.json": json.dumps(LLAMA_3_8B).encode(),
+        "hf_quant_config.json": json.dumps({"quantization": {"quant_algo": "FP8"}}).encode(),
+        "model.safetensors": save(FP8),
+    }
+    shape = read_model("org/open").shape
+    assert shape.quantization == "fp8/float8/tensor/fp8-activations"
+    assert shape.weights_bytes("bfloat16", "stored") == 2 * 1024 * 512 + 32768 * (512 + 4)
 
 
 def test_bucket_is_read(store: ObjectStore) -> None:
