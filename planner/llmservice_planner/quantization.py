@@ -33,7 +33,7 @@ INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many out
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 _NVFP4_BYTES_PER_OUTPUT = 8  # the matrix's scale in float64
 _DENSE_BITS = 16
-_BEFORE_LAYERS = re.compile(r"(model\.)?((language|text)_model\.)?(model\.)?")
+_BEFORE_LAYERS = re.compile(r"^(model\.)?((language|text)_model\.)?(model\.)?")
 """Of a name, which is another one where the language model is loaded alone."""
 SIDECAR = "hf_quant_config.json"
 _FLOAT4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
@@ -349,14 +349,13 @@ def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
     """AutoRound (arXiv:2309.05516), whose tensors are those of GPTQ, of either version, or of AWQ."""
     if raw.get("data_type", "int") != "int":
         raise QuantizationError(f"config.json: quantization_config.data_type is {raw['data_type']!r}, expected int")
-    packing = raw.get("packing_format") or raw.get("backend") or "auto_round:auto_gptq"
+    packing = str(raw.get("packing_format") or raw.get("backend") or "auto_round:auto_gptq")
     version = "gptq_v2" if packing in _ZEROS_AS_THEY_ARE else "gptq"
-    parse, common = _awq if "awq" in str(packing) else _gptq, {**raw, "version": "gemm", "checkpoint_format": version}
-    others = {
-        name: settings
-        for name, settings in (raw.get("extra_config") or {}).items()
-        if isinstance(settings, Mapping) and settings.get("bits", raw.get("bits")) != _DENSE_BITS
-    }
+    parse, common = _awq if "awq" in packing else _gptq, {**raw, "version": "gemm", "checkpoint_format": version}
+    layers = raw.get("extra_config") or {}
+    if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
+        raise QuantizationError("config.json: quantization_config.extra_config is no object of objects")
+    others = {name: each for name, each in layers.items() if each.get("bits", raw.get("bits")) != _DENSE_BITS}
     formats = [
         ((f"re:{name}" if set(name) & set("*^$[(|\\") else name,), parse({**common, **settings}).first)
         for name, settings in others.items()

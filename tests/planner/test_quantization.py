@@ -138,6 +138,11 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
             "group_size is 16, expected 32",
         ),
         ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type is 'mx_fp', expected int"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {"lm_head": 4}}, "no object of"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "INT4"}},
+            "quant_algo is 'INT4', expected one of FP8",
+        ),
         ({"quant_method": "auto-round", "bits": 2, "group_size": 128}, "bits is 2, expected 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": True}, "dynamic differs by layer"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic differs by layer"),
