@@ -151,16 +151,16 @@ def test_under_sjf_no_request_goes_before_one_that_came_a_bounded_amount_of_work
 ) -> None:
     """`None` serves a request, lengths add one. The work begun is the clock: so nothing starves, whatever comes."""
     lane = lane_of(order="sjf", patience=patience)
-    begun, waiting = 0, dict[str, int]()
-    came: dict[str, int] = {}  # when, by the work begun
+    begun, waiting = 0.0, dict[str, float]()
+    came: dict[str, float] = {}  # when, by the work begun
     latest: dict[str, float] = {}  # when one may come that still goes before it
     for event in [*events, *[None] * len(events)]:
         if event is not None:
             request = request_of(len(came), *event)
             came[request.request_id] = begun
             latest[request.request_id] = begun + patience * sum(waiting.values())
-            waiting[request.request_id] = sum(event)
             lane.enter(request)
+            waiting[request.request_id] = request.work
         elif waiting:
             served = serve(lane)
             begun += waiting.pop(served)
