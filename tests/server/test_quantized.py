@@ -286,7 +286,7 @@ def test_a_file_is_opened_a_few_times_however_many_tensors_it_has(
             False,
         ),
     ],
-    ids=["Model Optimizer", "Model Optimizer before 0.29", "Ministral 3"],
+    ids=["Model Optimizer", "Model Optimizer, in a file of its own", "Ministral 3"],
 )
 def test_fp8_with_one_scale_is_read_as_it_is_published(
     tmp_path: Path, code: Implementation, method: dict[str, Any], names: dict[str, str], apart: bool
