@@ -521,6 +521,18 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         without("weight_global_scale"),
         f"has no {Q_PROJ}.weight_global_scale, which compressed-tensors .fp4, groups of 16. needs",
     ),
+    "a scale of the matrix that is zero": (
+        "nvfp4",
+        lambda tensors, config: tensors.update({f"{Q_PROJ}.weight_global_scale": torch.zeros(1)}),
+        f"{Q_PROJ}: its scales are negative, infinite or no numbers",
+    ),
+    "a scale of a group that is negative": (
+        "nvfp4 of Model Optimizer",
+        lambda tensors, config: tensors.update(
+            {f"{Q_PROJ}.weight_scale": tensors[f"{Q_PROJ}.weight_scale"].float().neg().to(torch.float8_e4m3fn)}
+        ),
+        f"{Q_PROJ}: its scales are negative, infinite or no numbers",
+    ),
     "missing block scales": ("fp8 blocks", without("weight_scale_inv"), f"has no {Q_PROJ}.weight_scale, which fp8"),
     "a wrong shape": ("awq", reshaped("qweight"), r"qweight has the shape \[255, 32\], .* makes it \[256, 32\]"),
     "a wrong dtype": (
