@@ -103,6 +103,8 @@ class ModelReader:
             return config
         url = self._file_url(location, SIDECAR)
         status, text = await self._get(url)
+        if status not in {200, 404}:  # what is read now is kept
+            raise ModelSourceError("ModelUnreachable", f"{url} answers {status}", lasting=False)
         return with_sidecar(config, _json_object(text, url) if status == 200 else None)
 
     async def _hub_weights(self, location: ModelLocation) -> dict[str, int]:

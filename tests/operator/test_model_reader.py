@@ -76,9 +76,12 @@ async def hub() -> AsyncIterator[str]:
             return web.Response(text="{")
         if name in {"packed", "unlisted"}:
             return web.json_response(PACKED)
-        return web.json_response(CONFIG) if name in {"good", "gated", "modelopt"} else web.Response(status=404)
+        known = name in {"good", "gated", "modelopt", "failing"}
+        return web.json_response(CONFIG) if known else web.Response(status=404)
 
     async def sidecar(request: web.Request) -> web.Response:
+        if request.match_info["name"] != "modelopt":
+            return web.Response(status=503 if request.match_info["name"] == "failing" else 404)
         return web.json_response({"producer": {}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}})
 
     async def listing(request: web.Request) -> web.Response:
@@ -100,7 +103,7 @@ async def hub() -> AsyncIterator[str]:
     app.router.add_get("/api/models/org/packed/revision/{revision}", shards)
     app.router.add_get("/org/{name}/resolve/{revision}/config.json", answer)
     app.router.add_get("/api/models/org/good/revision/{revision}", listing)
-    app.router.add_get("/org/modelopt/resolve/{revision}/hf_quant_config.json", sidecar)
+    app.router.add_get("/org/{name}/resolve/{revision}/hf_quant_config.json", sidecar)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -133,6 +136,8 @@ async def test_a_hub_model_whose_quantisation_is_described_apart(hub: str) -> No
 
     assert model.shape is not None
     assert model.shape.quantization == "modelopt/float4/1x16"
+    with pytest.raises(ModelSourceError, match=r"hf_quant_config.json answers 503"):  # not for good as unquantised
+        await read({"uri": "hf://org/failing@main"}, hub)
 
 
 async def test_a_hub_model_is_read_without_downloading_it(hub: str) -> None:
