@@ -11,7 +11,7 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Quantization = Literal["auto", "dense", "int8", "stored"]
@@ -218,12 +218,48 @@ _USUAL = {
 
 
 @dataclass(frozen=True, slots=True)
+class _Modules:
+    """Those that some names and patterns mean: checkpoints have tens of thousands of either."""
+
+    names: frozenset[str]
+    """Of a module, or of successive parts of its name."""
+    expressions: tuple[re.Pattern[str], ...]
+
+    @classmethod
+    def of(cls, patterns: Iterable[str]) -> _Modules:
+        """Raises `QuantizationError`."""
+        names, expressions = set[str](), []
+        for pattern in patterns:
+            if not pattern.startswith("re:"):
+                names.add(pattern)
+                continue
+            try:
+                expressions.append(re.compile(pattern.removeprefix("re:")))
+            except re.error as error:
+                raise QuantizationError(f"config.json: quantization_config names {pattern!r}: {error}") from error
+        return cls(frozenset(names), tuple(expressions))
+
+    def __contains__(self, module: str) -> bool:
+        parts = module.split(".")
+        ends = ((first, end) for first in range(len(parts)) for end in range(first + 1, len(parts) + 1))
+        return any(".".join(parts[first:end]) in self.names for first, end in ends) or any(
+            expression.match(module) for expression in self.expressions
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizationConfig:
     """Which format each matrix has."""
 
     formats: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     """Names or `re:` patterns, or `Linear` for all, and the format of these; the first that matches."""
     ignored: tuple[str, ...] = ()
+    _targets: tuple[_Modules, ...] = field(init=False, repr=False, compare=False)
+    _left_out: _Modules = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_targets", tuple(_Modules.of(targets) for targets, _ in self.formats))
+        object.__setattr__(self, "_left_out", _Modules.of(self.ignored))
 
     @property
     def first(self) -> WeightFormat:
@@ -251,24 +287,15 @@ class QuantizationConfig:
 
     def format_of(self, module: str) -> WeightFormat | None:
         """The format of the matrix of a module, by its name in the checkpoint; None: it is not quantised."""
-        if any(_matches(module, each) for each in self.ignored):
+        if module in self._left_out:
             return None
-        for targets, form in self.formats:
-            if any(each == "Linear" or _matches(module, each) for each in targets):
+        for targets, (_, form) in zip(self._targets, self.formats, strict=True):
+            if "Linear" in targets.names or module in targets:
                 return form
         return None
 
     def __str__(self) -> str:
         return "; ".join(str(form) for _, form in self.formats)
-
-
-def _matches(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern.removeprefix("re:"), module) is not None
-        except re.error as error:
-            raise QuantizationError(f"config.json: quantization_config names {pattern!r}: {error}") from error
-    return f".{pattern}." in f".{module}."
 
 
 def _names(raw: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
