@@ -351,6 +351,6 @@ def merged(base: Path, adapter: Path | None) -> PreTrainedModel:
         modules = dict(model.named_modules())
         for key in [key for key in tensors if "lora_A" in key]:
             change = tensors[key.replace("lora_A", "lora_B")] @ tensors[key] * config["lora_alpha"] / config["r"]
-            with torch.no_grad():
-                modules[key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")].weight += change
+            module = modules[key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")]
+            module.weight = torch.nn.Parameter(module.weight + change)  # a tied head is the embedding no more
     return model

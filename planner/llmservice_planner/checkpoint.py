@@ -129,10 +129,12 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 _VALUES = ("qweight", "weight_packed", "weight")
 _SCALES = ("weight_scale_inv", "weight_scale", "scales")
-_ROUTER = re.compile(r"(^|\.)(gate|router)$")
+_ROUTER = re.compile(r"(^|\.)(gate|router)(\.layer)?$")
 """Of experts: few outputs, which decide too much to be rounded."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 _IN_LAYER = re.compile(r"\.\d+\.")
+_BESIDE_LAYERS = re.compile(r"_projections?(\.\d+)?$")
+"""Linear layers of Gemma 3n and 4 that are in none of theirs."""
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _OF_LATENTS = re.compile(r"\.kv_b_proj$")
 """Makes keys and values of latents; the server holds it in the dtype."""
@@ -161,15 +163,23 @@ class WeightCounts:
     plain_outputs: int = 0
     other_parameters: int = 0
     """In embeddings, norms and biases, which are held in the dtype."""
+    adapted_features: int = 0
+    """Inputs and outputs of the linear layers that every adapter can change: all but experts."""
 
     @classmethod
     def of(
-        cls, tensors: Mapping[str, StoredTensor], quantization: QuantizationConfig | None, *, layers: int, tied: bool
+        cls,
+        tensors: Mapping[str, StoredTensor],
+        quantization: QuantizationConfig | None,
+        *,
+        layers: int,
+        tied: bool,
+        adapts_routers: bool = False,
     ) -> WeightCounts:
         """From the headers of a checkpoint of so many `layers`; a head of its own is not loaded where it is `tied`."""
         counts: Counter[str] = Counter()
         for module, parts in _modules(tensors, layers):
-            if tied and _HEAD.search(module):
+            if tied and is_head(module):
                 continue
             suffix = next((each for each in _VALUES if each in parts), None)
             dense = {each: part for each, part in parts.items() if each not in SUFFIXES and _is_loaded(part)}
@@ -181,6 +191,7 @@ class WeightCounts:
                     dense[suffix] = values
                 else:
                     outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]))
+                    counts["adapted_features"] += _adapted_features(module, outputs, inputs)
                     if _OF_LATENTS.search(module):
                         counts["other_parameters"] += outputs * inputs
                         continue
@@ -190,6 +201,8 @@ class WeightCounts:
                     counts["stored_bytes"] += form.stored_bytes(outputs, inputs, _FLOAT_BYTES.get(scale, 2))
             for each, part in dense.items():
                 outputs = _outputs(module, part, is_weight=each == suffix)
+                if each == suffix and len(part.shape) == 2 and (adapts_routers or not _ROUTER.search(module)):
+                    counts["adapted_features"] += _adapted_features(module, *part.shape)
                 counts["plain_outputs"] += outputs
                 counts["plain_parameters" if outputs else "other_parameters"] += part.elements
         return cls(**counts)
@@ -211,7 +224,11 @@ class WeightCounts:
 
 def has_head(tensors: Iterable[str]) -> bool:
     """Whether there is an output head among the names; without one it is the embedding."""
-    return any(_HEAD.search(name.rpartition(".")[0]) for name in tensors)
+    return any(is_head(name.rpartition(".")[0]) for name in tensors)
+
+
+def is_head(module: str) -> bool:
+    return _HEAD.search(module) is not None
 
 
 def _modules(tensors: Mapping[str, StoredTensor], layers: int) -> Iterator[tuple[str, Mapping[str, StoredTensor]]]:
@@ -225,7 +242,7 @@ def _modules(tensors: Mapping[str, StoredTensor], layers: int) -> Iterator[tuple
         layer = _LAYER.search(module)
         is_extra = layer is not None and int(layer[2]) >= layers  # that predicts further tokens (GLM-4-MoE)
         is_other = NOT_LOADED.match(module) is not None
-        if not (is_extra or is_other) and (not is_part or LANGUAGE_MODEL.match(module) or _HEAD.search(module)):
+        if not (is_extra or is_other) and (not is_part or LANGUAGE_MODEL.match(module) or is_head(module)):
             yield module, parts
 
 
@@ -244,9 +261,17 @@ def _outputs(module: str, tensor: StoredTensor, *, is_weight: bool) -> int:
             return 0
 
 
+def _adapted_features(module: str, outputs: int, inputs: int) -> int:
+    """Of a matrix of any kind."""
+    is_linear = _IN_LAYER.search(module) or _BESIDE_LAYERS.search(module) or is_head(module)
+    if not is_linear or _OF_LATENTS.search(module) or _EXPERT.fullmatch(module):
+        return 0
+    return inputs + outputs
+
+
 def is_linear(module: str, outputs: int) -> bool:
     """Whether `int8` quantises a matrix of transformers' code; embeddings are outside the layers."""
-    if _HEAD.search(module):
+    if is_head(module):
         return outputs % INT8_COLUMNS == 0
     return bool(_IN_LAYER.search(module)) and not any(each.search(module) for each in (_ROUTER, _OF_LATENTS))
 

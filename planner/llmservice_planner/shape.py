@@ -91,6 +91,7 @@ class ModelShape:
     plain_parameters: int = 0
     plain_outputs: int = 0
     other_parameters: int = 0
+    adapted_features: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size"):
@@ -148,7 +149,11 @@ class ModelShape:
         if not tensors:
             return self
         tied = self.tie_word_embeddings or not has_head(tensors)
-        counts = WeightCounts.of(tensors, QuantizationConfig.of(config), layers=self.layers, tied=tied)
+        counts = WeightCounts.of(
+            tensors, QuantizationConfig.of(config), layers=self.layers, tied=tied, adapts_routers=self._is_own
+        )
+        head = (self.hidden_size + self.vocab_size) * tied
+        counts = replace(counts, adapted_features=counts.adapted_features + head)
         return replace(self, tie_word_embeddings=tied, **asdict(counts))
 
     @classmethod
@@ -301,14 +306,30 @@ class ModelShape:
             yield count, self.hidden_size, width
 
     def adapter_slot_bytes(self, rank: int, dtype: str) -> int:
-        """A LoRA adapter of that rank on every linear layer of attention and of dense MLPs.
+        """A LoRA adapter of that rank on every linear layer but experts.
 
         Each part of a fused matrix has factors of its own.
         """
-        queries, keys, mlp = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate_size
-        attention = 4 * self.hidden_size + 2 * queries + 2 * keys
-        dense = (self.layers - self.moe_layers) * 3 * (self.hidden_size + mlp)
-        return rank * (self.layers * attention + dense) * DTYPE_BYTES[dtype]
+        return rank * (self.adapted_features or self._adapted_features()) * DTYPE_BYTES[dtype]
+
+    def _adapted_features(self) -> int:
+        """As of `WeightCounts`; a tied head is a linear layer too."""
+        queries, keys, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
+        attention = 4 * hidden + 2 * queries + 2 * keys
+        if self.is_mla:
+            attention = self._mla_features()
+        dense = (self.layers - self.moe_layers) * 3 * (hidden + self.intermediate_size)
+        router = hidden + self.num_experts
+        shared = 3 * (hidden + self.shared_expert_intermediate_size) * bool(self.shared_expert_intermediate_size)
+        moe = self.moe_layers * (router + shared + (hidden + 1) * self.shared_expert_gate)
+        return self.layers * attention + dense + moe + hidden + self.vocab_size
+
+    def _mla_features(self) -> int:
+        """Without what makes keys and values of latents."""
+        queries = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        latents = self.hidden_size + self.kv_lora_rank + self.qk_rope_head_dim
+        output = self.heads * self.v_head_dim + self.hidden_size
+        return self.hidden_size + 2 * self.q_lora_rank + queries + latents + output
 
     @property
     def active_parameters(self) -> int:

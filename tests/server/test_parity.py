@@ -18,6 +18,7 @@ from harness.families import EXPERTS, FAMILIES, OTHERS, PADDING, SMALL, Family, 
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner import families as planner_families
 from llmservice_planner.gpu import cpu_device
+from llmservice_planner.overhead import adapter_term
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
 from llmservice_server.backend.cache_shape import KVCacheShape
@@ -181,12 +182,17 @@ def _logits(case: Case, tokens: list[int], chunks: list[int], dtype: str) -> tor
     return torch.cat(rows)
 
 
-def test_the_planner_predicts_weights_and_blocks(case: Case) -> None:
+def test_the_planner_predicts_weights_blocks_and_slots(case: Case) -> None:
     shape = ModelShape.from_folder(case.folder)
     request = SizingRequest(shape=shape, device=cpu_device(1 << 30), max_model_len=256, dtype="float32")
     predicted = plan(request)
-    config = case.config(dtype="float32", max_model_len=256, kv_cache_memory_bytes=predicted.kv_pool_bytes)
-    started = start(config)
+    settings: dict[str, Any] = {"max_model_len": 256, "max_loras": 1, "max_lora_rank": 8}
+    started = start(case.config(dtype="float32", kv_cache_memory_bytes=predicted.kv_pool_bytes, **settings))
+    slots = adapter_term(shape, "float32", 1, 8, on_cpu=True)
+    if case.code == "transformers" and shape.counts is None:
+        assert started.memory_bytes["adapters"] <= slots.total_bytes  # its routers cannot be adapted, ours can
+    else:
+        assert started.memory_bytes["adapters"] == pytest.approx(slots.total_bytes, rel=0.05)
     assert started.memory_bytes["weights"] == pytest.approx(predicted.weights_bytes, rel=0.01)
     assert started.kv_cache.num_blocks == pytest.approx(predicted.num_blocks, rel=0.03)
 
@@ -225,7 +231,7 @@ def test_every_other_decoder_of_transformers_is_computed_or_refused(model_type: 
         return
     test_logits_are_the_same_in_chunks_and_over_scattered_blocks(case)
     if model_type not in NOT_PLANNED:
-        test_the_planner_predicts_weights_and_blocks(case)
+        test_the_planner_predicts_weights_blocks_and_slots(case)
 
 
 def _small(model_type: str) -> Family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -20,6 +21,7 @@ from llmservice_server.backend.base import (
 from llmservice_server.backend.experts import ExpertsMlp, Mixture
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import ModelConfig
+from llmservice_server.models.lora import LoraLinear
 from llmservice_server.models.rope import RopeConfig, RotaryEmbedding, rotate
 from llmservice_server.models.weights import Weights
 
@@ -47,6 +49,7 @@ class DecoderModel:
             if config.tied_embeddings
             else weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
         )
+        weights.modules[id(self.lm_head)] = {"lm_head": config.vocab_size}  # also where it is the embedding
         self.modules = [_adaptable(weights.modules.get(id(linear), {})) for linear in each_linear(self)]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -138,7 +141,12 @@ class DecoderModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
-        logits = self.ops.logits(hidden, self.norm, self.config.rms_norm_eps, self.lm_head)
+        head = self.lm_head
+        if isinstance(head, LoraLinear):
+            logits = self.ops.logits(hidden, self.norm, self.config.rms_norm_eps, head.base)
+            head.add_to(logits, partial(self.norm_states, hidden))
+        else:
+            logits = self.ops.logits(hidden, self.norm, self.config.rms_norm_eps, head)
         if (bound := self.config.logit_softcap) is not None:
             logits = logits.div_(bound).tanh_().mul_(bound)
         return logits
@@ -172,5 +180,5 @@ class DecoderModel:
 
 
 def _adaptable(modules: Mapping[str, int]) -> Mapping[str, int]:
-    """Those that all tokens of a step are multiplied with: not the head, and no expert."""
-    return {} if any(name == "lm_head" or ".experts." in name for name in modules) else modules
+    """Those that all tokens of a step are multiplied with: no expert."""
+    return {} if any(".experts." in name for name in modules) else modules

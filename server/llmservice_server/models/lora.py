@@ -6,7 +6,7 @@ before that of the KV cache. The tokens of a step are sorted by adapter, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,9 +39,13 @@ class _Factors:
     ups: list[tuple[slice, slice, torch.Tensor]]  # columns of the stacked product, outputs, [out, rank]
 
     def add_to(self, product: torch.Tensor, hidden: torch.Tensor) -> None:
+        """`product` may be float32 where the factors are not."""
         low = hidden @ self.down.t()
         for columns, outputs, up in self.ups:
-            product[:, outputs].addmm_(low[:, columns], up.t())
+            if product.dtype == up.dtype:
+                product[:, outputs].addmm_(low[:, columns], up.t())
+            else:
+                product[:, outputs] += low[:, columns] @ up.t()
 
 
 @dataclass(slots=True)
@@ -62,10 +66,16 @@ class LoraLinear:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         product = self.base(hidden)
-        for slot, rows in self.rows.current:
-            if (factors := self.factors[slot]) is not None:
-                factors.add_to(product[rows], hidden[rows])
+        self.add_to(product, lambda: hidden)
         return product
+
+    def add_to(self, product: torch.Tensor, hidden: Callable[[], torch.Tensor]) -> None:
+        """What the adapters of the rows change in the base's product of `hidden`."""
+        changes = [(rows, change) for slot, rows in self.rows.current if (change := self.factors[slot]) is not None]
+        if changes:
+            states = hidden()
+            for rows, change in changes:
+                change.add_to(product[rows], states[rows])
 
     @property
     def weight(self) -> torch.Tensor:
@@ -177,8 +187,8 @@ class AdapterSlots:
     @contextmanager
     def applied(self, rows: Sequence[SlotRows]) -> Iterator[None]:
         """Within it, the model's products include the adapters of these `rows`."""
-        self._rows.current = rows
+        before, self._rows.current = self._rows.current, rows
         try:
             yield
         finally:
-            self._rows.current = ()
+            self._rows.current = before

@@ -120,7 +120,7 @@ class TransformersModel:
         last = products.pop(id(head), None)
         self._products = [*products.values(), *([] if last is None else [last])]
         self._decoder = model.base_model
-        self.modules = self._modules(model.base_model_prefix)
+        self.modules = self._modules(model)
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
         self._head_only = model
@@ -210,13 +210,10 @@ class TransformersModel:
     def mixtures(self) -> Iterator[Mixture]:
         return iter(self._mixtures)
 
-    def _modules(self, prefix: str) -> list[dict[str, int]]:
-        names = {id(module): f"{prefix}.{name}" for name, module in self._decoder.named_modules()}
+    def _modules(self, model: torch.nn.Module) -> list[dict[str, int]]:
+        names = {id(module): name for name, module in model.named_modules()}
         return [
-            *(
-                {names[id(product)]: product.weight.shape[0]} if id(product) in names else {}
-                for product in self._products
-            ),
+            *({names[id(product)]: product.weight.shape[0]} for product in self._products),
             *({} for mixture in self._mixtures for _ in (*mixture.experts.gate_up, *mixture.experts.down)),
         ]
 

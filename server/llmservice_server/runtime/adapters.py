@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.checkpoint import LANGUAGE_MODEL, NOT_LOADED, place_of
+from llmservice_planner.checkpoint import LANGUAGE_MODEL, NOT_LOADED, is_head, place_of
 from llmservice_server.models.lora import AdapterSlots, LowRank
 from llmservice_server.types.checkpoint_config import AdapterConfig, read_json_object
 from llmservice_server.types.errors import AdapterError, ModelLoadError
@@ -149,7 +149,8 @@ def _of_text(factors: Sequence[_Factor]) -> Iterator[_Factor]:
     """Without those of what reads images or sound, which is not served."""
     is_part = any(LANGUAGE_MODEL.match(each.module) for each in factors)
     for each in factors:
-        if not NOT_LOADED.match(each.module) and (not is_part or LANGUAGE_MODEL.match(each.module)):
+        is_text = not is_part or LANGUAGE_MODEL.match(each.module) or is_head(each.module)
+        if is_text and not NOT_LOADED.match(each.module):
             yield each
 
 

@@ -13,7 +13,7 @@ is in the order of one stream, so a request that receives them writes later than
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -70,11 +70,11 @@ class DeviceStep:
             self._last_rows = self._last_rows[kept]
         masks = self._masks or runner.begin_masks(self.requests)
         if len(self._last_rows) < len(hidden):
-            self._prompt_logprobs = PromptLogprobs(runner.model, self._plan, hidden)
+            self._prompt_logprobs = PromptLogprobs(runner, self._plan, hidden)
             if not self.requests:
                 return
             hidden = hidden.index_select(0, to_device(self._last_rows, hidden.device))
-        self.drawn = runner.sampler.draw(runner.model.logits(hidden), self.requests, masks)
+        self.drawn = runner.sampler.draw(runner.logits(hidden, self.requests), self.requests, masks)
 
     def wait(self) -> StepResult:
         draws = self.drawn.wait() if self.drawn is not None else Draws()
@@ -145,19 +145,31 @@ class ModelRunner:
             return self.decode_path.run(step)
         return self._compute(step)
 
+    def logits(self, hidden: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+        """Of states of `requests`, a row of each."""
+        rows = self._slot_rows((request, 1) for request in requests)
+        if self.adapters is None or not rows:
+            return self.model.logits(hidden)
+        with self.adapters.applied(rows):
+            return self.model.logits(hidden)
+
     def by_adapter(self, plan: Plan) -> Plan:
         """The plan with its shares sorted by adapter, those without one first."""
         if self.adapters is None or all(share.request.adapter is None for share in plan.scheduled):
             return plan
-        return replace(plan, scheduled=sorted(plan.scheduled, key=_slot))
+        return replace(plan, scheduled=sorted(plan.scheduled, key=lambda share: _slot(share.request)))
 
     def adapter_rows(self, plan: Plan) -> list[SlotRows]:
         """The rows of each adapter of a plan of `by_adapter`."""
+        return self._slot_rows((share.request, share.num_tokens) for share in plan.scheduled)
+
+    def _slot_rows(self, rows: Iterable[tuple[Request, int]]) -> list[SlotRows]:
+        """Of successive requests, and how many rows each has."""
         if self.adapters is None:
             return []
         found, first = [], 0
-        for slot, shares in groupby(plan.scheduled, key=_slot):
-            end = first + sum(share.num_tokens for share in shares)
+        for slot, of_slot in groupby(rows, key=lambda each: _slot(each[0])):
+            end = first + sum(count for _, count in of_slot)
             if slot >= 0:
                 found.append(SlotRows(slot, slice(first, end)))
             first = end
@@ -209,8 +221,8 @@ class ModelRunner:
         return bool((prompt >= 0).all() and (decode >= 0).all())
 
 
-def _slot(share: Scheduled) -> int:
-    adapter = share.request.adapter
+def _slot(request: Request) -> int:
+    adapter = request.adapter
     return -1 if adapter is None or adapter.slot is None else adapter.slot
 
 
@@ -250,10 +262,11 @@ class _Piece:
     copy: HostCopy
 
     @classmethod
-    def of(cls, model: Model, request: Request, token_ids: list[int], hidden: torch.Tensor) -> Self:
+    def of(cls, runner: ModelRunner, request: Request, token_ids: list[int], hidden: torch.Tensor) -> Self:
         """`hidden` are the states that predict them."""
         wanted = to_device(np.array(token_ids, np.int64), hidden.device)
-        return cls(request, token_ids, HostCopy(Logprobs.of(model.logits(hidden), wanted, _num_top(request))))
+        logits = runner.logits(hidden, [request] * len(hidden))
+        return cls(request, token_ids, HostCopy(Logprobs.of(logits, wanted, _num_top(request))))
 
     def as_messages(self, logprobs: Logprobs) -> list[TokenLogprobs]:
         return logprobs.as_messages(self.token_ids, [_num_top(self.request)] * len(self.token_ids))
@@ -262,15 +275,15 @@ class _Piece:
 class PromptLogprobs:
     """Log-probabilities of prompt tokens, where requested, from a step's states `[num_tokens, hidden_size]`."""
 
-    def __init__(self, model: Model, plan: Plan, hidden: torch.Tensor) -> None:
+    def __init__(self, runner: ModelRunner, plan: Plan, hidden: torch.Tensor) -> None:
         self._pieces: list[_Piece] = []
         row = 0
         for share in plan.scheduled:
             if share.request.sampling.prompt_logprobs is not None:
-                self._score(model, share, hidden[row : row + share.num_tokens])
+                self._score(runner, share, hidden[row : row + share.num_tokens])
             row += share.num_tokens
 
-    def _score(self, model: Model, share: Scheduled, hidden: torch.Tensor) -> None:
+    def _score(self, runner: ModelRunner, share: Scheduled, hidden: torch.Tensor) -> None:
         """The state of token `i` predicts token `i + 1`; what a preempted request has received is not sent again."""
         request = share.request
         first = max(share.start, len(request.prompt_logprobs))
@@ -278,7 +291,7 @@ class PromptLogprobs:
         for start in range(first, last, _ROWS_AT_ONCE):
             end = min(start + _ROWS_AT_ONCE, last)
             states = hidden[start - share.start : end - share.start]
-            self._pieces.append(_Piece.of(model, request, request.token_ids[start + 1 : end + 1], states))
+            self._pieces.append(_Piece.of(runner, request, request.token_ids[start + 1 : end + 1], states))
 
     def wait(self, failed: dict[Request, str]) -> dict[Request, list[TokenLogprobs]]:
         """Waits for the device. Requests that the host fails to compute are added to `failed`."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmservice_server.tiny.model import write_safetensors
 
-ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 
 def write_tiny_adapter(
@@ -23,15 +23,21 @@ def write_tiny_adapter(
     queries, keys = heads * head_dim, (model.get("num_key_value_heads") or heads) * head_dim
     mlp = model["intermediate_size"]
     attention = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
-    shapes = dict(zip(ALL_TARGETS, [*attention, (mlp, hidden), (mlp, hidden), (hidden, mlp)], strict=True))
+    mlps = [(mlp, hidden), (mlp, hidden), (hidden, mlp)]
+    shapes = dict(zip(ALL_TARGETS, [*attention, *mlps, (model["vocab_size"], hidden)], strict=True))
     dice = np.random.default_rng(seed)
+    modules = {
+        f"model.layers.{layer}.{'self_attn' if target[0] in 'qkvo' else 'mlp'}.{target}": shapes[target]
+        for layer in range(model["num_hidden_layers"])
+        for target in targets
+        if target != "lm_head"
+    }
+    if "lm_head" in targets:
+        modules["lm_head"] = shapes["lm_head"]
     weights = {}
-    for layer in range(model["num_hidden_layers"]):
-        for target in targets:
-            part = "self_attn" if target[0] in "qkvo" else "mlp"
-            name, (outputs, inputs) = f"base_model.model.model.layers.{layer}.{part}.{target}", shapes[target]
-            weights[f"{name}.lora_A.weight"] = std * dice.standard_normal((rank, inputs), np.float32)
-            weights[f"{name}.lora_B.weight"] = std * dice.standard_normal((outputs, rank), np.float32)
+    for name, (outputs, inputs) in modules.items():
+        weights[f"base_model.model.{name}.lora_A.weight"] = std * dice.standard_normal((rank, inputs), np.float32)
+        weights[f"base_model.model.{name}.lora_B.weight"] = std * dice.standard_normal((outputs, rank), np.float32)
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",

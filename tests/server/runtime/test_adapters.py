@@ -96,7 +96,8 @@ def test_base_and_three_adapters_in_one_step_are_as_merged(folder: Path, impleme
     runner, prompt = model_runner(engine), prompt_of(20)
     rows = [SlotRows(slot, slice(20 * (slot + 1), 20 * (slot + 2))) for slot in range(3)]
     step = StepInput.of([(0, 20, [2 * number + 1, 2 * number + 2]) for number in range(4)], prompt * 4)
-    with torch.inference_mode():
+    assert runner.adapters is not None
+    with torch.inference_mode(), runner.adapters.applied(rows):
         logits = runner.model.logits(runner.forward(step, rows)).view(4, 20, -1)
     by_slot = sorted(engine._adapters._by_name.values(), key=lambda each: each.slot or 0)
     for name, ours in zip([None, *(each.name for each in by_slot)], logits, strict=True):
