@@ -59,7 +59,7 @@ class Case:
     """Of the device."""
     prompts: tuple[int, ...]  # tokens
     output_tokens: int
-    form: str | None = None  # of `harness.quantized`, "mxfp4", or "adapters"
+    form: str | None = None  # of `harness.quantized`, "mxfp4", "adapters", or "adapters of experts"
 
 
 def families(bench: Bench) -> Findings:
@@ -93,6 +93,7 @@ def formats(bench: Bench) -> Findings:
     cases += [Case(name, code, "float32", *others, form) for name, code in _MIXTURES.items() for form in _OF_MIXTURES]
     cases += [Case("gpt-oss", "own", "float32", *others, "mxfp4")]
     cases += [Case("qwen2", code, "float32", *others, "adapters") for code in ("own", "transformers")]
+    cases += [Case(name, code, "float32", *others, "adapters of experts") for name, code in _MIXTURES.items()]
     cases += [Case("qwen2", "own", "bfloat16", *others, name) for name in _ROUNDED]
     if bench.sizes.num_families is not None:
         cases = [case for case in cases if case.form in ("awq", "adapters")][: 1 + bench.sizes.num_families]
@@ -152,7 +153,7 @@ def _compared(case: Case, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     choice.in_child = _here  # another process would import torch for each case
     served, references = _written(case, folder)
-    slots = {"max_loras": len(_ADAPTERS) - 1, "max_lora_rank": 8} if case.form == "adapters" else {}
+    slots = {"max_loras": len(references) - 1, "max_lora_rank": 8, "lora_experts": "experts" in str(case.form)}
     config = EngineConfig(
         model=served,
         implementation=case.implementation,
@@ -160,7 +161,7 @@ def _compared(case: Case, folder: Path) -> dict[str, Any]:
         max_num_seqs=8,
         max_model_len=256,
         prefill_chunk_tokens=19,
-        **{**case.settings, "kv_cache_memory_bytes": 64 << 20, **slots},
+        **{**case.settings, "kv_cache_memory_bytes": 64 << 20, **(slots if len(references) > 1 else {})},
     )
     engine = load_engine(config)
     for name in references:
@@ -194,7 +195,15 @@ def _written(case: Case, folder: Path) -> tuple[Path, dict[str, PreTrainedModel]
     from safetensors.torch import load_file
 
     from harness.families import FAMILIES, OTHERS, save
-    from harness.quantized import FORMATS, dense_tensors, merged, write, write_both, write_gpt_oss
+    from harness.quantized import (
+        FORMATS,
+        dense_tensors,
+        merged,
+        write,
+        write_both,
+        write_expert_adapter,
+        write_gpt_oss,
+    )
     from llmservice_server.tiny.adapter import write_tiny_adapter
 
     if case.form is None:
@@ -206,6 +215,11 @@ def _written(case: Case, folder: Path) -> tuple[Path, dict[str, PreTrainedModel]
         for seed, name in enumerate(_ADAPTERS[1:]):
             write_tiny_adapter(folder / name, base, seed=seed)
         return base, {name: merged(base, folder / name if name else None) for name in _ADAPTERS}
+    if case.form == "adapters of experts":
+        model = save((FAMILIES | OTHERS)[case.name], folder / "base")
+        stacked = write_expert_adapter(folder / "stacked", model, stacked=True, rank=4)
+        each = write_expert_adapter(folder / "each", model, stacked=False, rank=8)
+        return folder / "base", {"": model, "stacked": stacked, "each": each}
     if case.form == "mxfp4":
         quantized, exact = write_gpt_oss(folder)
     elif case.name in _MIXTURES:

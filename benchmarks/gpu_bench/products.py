@@ -18,7 +18,7 @@ from llmservice_server.backend.cuda.backend import TritonLayerOps
 from llmservice_server.backend.cuda.experts import CudaExperts
 from llmservice_server.backend.cuda.kernels.jit import FP8, FP8_MAX
 from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
-from llmservice_server.backend.experts import Experts, stack_of
+from llmservice_server.backend.experts import AdaptedRows, Experts, stack_of
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
@@ -126,11 +126,12 @@ def quantized(bench: Bench) -> Findings:
 class _ByTorch(Experts):
     """By torch's product of groups."""
 
-    def multiply(self, rows: torch.Tensor, counts: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        ends, (gate_up, down) = counts.cumsum(0).int(), (stack_of(self.gate_up), stack_of(self.down))
+    def multiply(self, states: torch.Tensor, counts: torch.Tensor, ops: LayerOps, rows: AdaptedRows) -> torch.Tensor:
+        assert len(rows) == 1  # noqa: S101 - without adapters
+        ends, (gate_up, down) = counts.flatten().cumsum(0).int(), (stack_of(self.gate_up), stack_of(self.down))
         assert gate_up is not None  # noqa: S101
         assert down is not None  # noqa: S101
-        gated = ops.gated(torch._grouped_mm(rows, gate_up.mT, offs=ends), self.activation)
+        gated = ops.gated(torch._grouped_mm(states, gate_up.mT, offs=ends), self.activation)
         return torch._grouped_mm(gated, down.mT, offs=ends)
 
 

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 from llmservice_bench.profile.ceilings import Ceilings, seconds
-from llmservice_server.backend.base import Linear
+from llmservice_server.backend.base import LayerOps, Linear
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT, pack
-from llmservice_server.backend.experts import Experts, stack_of
+from llmservice_server.backend.experts import AdaptedRows, Experts, LowRankExperts, stack_of
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 NUM_TOKENS = (1, 8, 64, 512)
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
+RANK = 16
+"""Of an adapter that all tokens have, and that changes all experts."""
 _ROUNDS, _MEASURED_S = 8, 5.0
 """At least."""
 _COPIED_BYTES = 512 << 20  # much larger than the caches
@@ -29,12 +31,13 @@ _COPIED_BYTES = 512 << 20  # much larger than the caches
 class _Grouped(Experts):
     """By torch's product of groups, of unpacked weights."""
 
-    def multiply(self, rows: torch.Tensor, counts: torch.Tensor, ops: Any) -> torch.Tensor:
-        ends = counts.cumsum(0).int()
+    def multiply(self, states: torch.Tensor, counts: torch.Tensor, ops: LayerOps, rows: AdaptedRows) -> torch.Tensor:
+        assert len(rows) == 1  # noqa: S101 - without adapters
+        ends = counts.flatten().cumsum(0).int()
         gate_up, down = stack_of(self.gate_up), stack_of(self.down)
         assert gate_up is not None  # noqa: S101
         assert down is not None  # noqa: S101
-        gated = ops.gated(torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), self.activation)
+        gated = ops.gated(torch._grouped_mm(states, gate_up.transpose(1, 2), offs=ends), self.activation)
         return torch._grouped_mm(gated, down.transpose(1, 2), offs=ends)
 
 
@@ -55,6 +58,8 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     kinds = {name: kernel for name, loop in loops.items() if (kernel := CpuExperts.of(loop, dtype)) is not None}
     if len(kinds) < len(loops):
         return
+    shapes = (2 * RANK, HIDDEN), (2 * WIDTH, 2 * RANK), (RANK, WIDTH), (HIDDEN, RANK)
+    adapter = LowRankExperts.of(torch.randn(NUM_EXPERTS, *shape, dtype=dtype, generator=random) for shape in shapes)
     source = torch.ones(_COPIED_BYTES // 4)
     target, flops = torch.empty_like(source), Ceilings.measure(dtype).flops
     for num_tokens in NUM_TOKENS:
@@ -65,6 +70,8 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         several |= {f"{name}experts": kernel for name, kernel in kinds.items()}
         for name, one in several.items():  # ours do not follow the copy, whose result is still being written
             works[name] = lambda one=one: one(hidden, chosen, weights, ops)  # type: ignore[misc]  # noqa: B023
+        adapted = [(slice(num_tokens), adapter)]
+        works["adapter"] = lambda: kinds[""].adapted(hidden, chosen, weights, ops, adapted)  # noqa: B023
         for work in works.values():
             work()
         rounds: list[list[float]] = []
@@ -82,6 +89,7 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
             **{f"{name}_ms": each * 1000 for name, each in taken_s.items()},
             "read_ms": read_s * 1000,
             "arithmetic_ms": compute_s * 1000,
+            "adapter_of_experts": taken_s["adapter"] / taken_s["experts"],
             "of_reading": taken_s["experts"] / read_s,
             "of_the_longer": taken_s["experts"] / max(read_s, compute_s),
             **{f"{name}of_the_loop": taken_s[f"{name}experts"] / taken_s[f"{name}loop"] for name in kinds},

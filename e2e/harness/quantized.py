@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -353,4 +354,42 @@ def merged(base: Path, adapter: Path | None) -> PreTrainedModel:
             change = tensors[key.replace("lora_A", "lora_B")] @ tensors[key] * config["lora_alpha"] / config["r"]
             module = modules[key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")]
             module.weight = torch.nn.Parameter(module.weight + change)  # a tied head is the embedding no more
+    return model
+
+
+def write_expert_adapter(folder: Path, base: PreTrainedModel, *, stacked: bool, rank: int) -> PreTrainedModel:
+    """A random adapter of all experts and of attention, and the model with it merged.
+
+    stacked: as PEFT stores `target_parameters`, whose formula this is; else with the names of each expert's modules.
+    """
+    torch.manual_seed(rank)
+    model, factors = deepcopy(base), {}
+
+    def change(name: str, outputs: int, inputs: int, count: int = 1) -> torch.Tensor:
+        down, up = torch.randn(count * rank, inputs) / 4, torch.randn(outputs, count * rank) / 4
+        factors[f"base_model.model.{name}.lora_A.weight"], factors[f"base_model.model.{name}.lora_B.weight"] = down, up
+        return 2 * torch.einsum("ore,eri->eoi", up.view(outputs, rank, count), down.view(count, rank, inputs))
+
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.weight.data += change(name, *module.weight.shape)[0]
+        for part in ("gate_up_proj", "down_proj"):
+            if name.endswith(".experts"):
+                weight = getattr(module, part).data
+                weight = weight.transpose(1, 2) if module.is_transposed else weight
+                count, outputs, inputs = weight.shape
+                if stacked:
+                    weight += change(f"{name}.base_layer" if part == "down_proj" else name, outputs, inputs, count)
+                    continue
+                for expert, rows in enumerate(weight):
+                    halves = [rows]
+                    if part == "gate_up_proj":
+                        halves = [*rows.chunk(2)] if module.is_concatenated else [rows[::2], rows[1::2]]
+                    for half, of in zip(halves, ("gate_proj", "up_proj") if len(halves) > 1 else (part,), strict=True):
+                        half.add_(change(f"{name}.{expert}.{of}", *half.shape)[0])
+    folder.mkdir()
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] if stacked else None
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(factors, folder / "adapter_model.safetensors")
     return model

@@ -113,6 +113,7 @@ def _settings(spec: LLMServiceSpec, sized: Sized, plan: Plan) -> str:
         spec.engine.block_size,
         spec.max_loras,
         spec.engine.max_lora_rank,
+        *(("loraExperts",) if spec.engine.lora_experts else ()),
         spec.pod_template.extra_args,
     )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]

@@ -219,6 +219,7 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
         max_loras=spec.max_loras,
         max_lora_rank=engine.max_lora_rank,
+        lora_experts=engine.lora_experts,
         itl_p99_s=spec.slo.itl_p99_s,
         weights_bytes=None if is_counted else model.weights_bytes,
     )

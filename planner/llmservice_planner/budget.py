@@ -49,7 +49,14 @@ class Budget:
         if measured is None:
             terms = fixed_terms(shape, request.device, device_count, dtype, step.total, request.quantization)
             if request.max_loras:
-                slots = adapter_term(shape, dtype, request.max_loras, request.max_lora_rank, on_cpu=request.on_cpu)
+                slots = adapter_term(
+                    shape,
+                    dtype,
+                    request.max_loras,
+                    request.max_lora_rank,
+                    experts=request.lora_experts,
+                    on_cpu=request.on_cpu,
+                )
                 terms = (*terms, slots)
             row = 0 if shape.is_encoder else device_count * logits_row_bytes(shape)
         else:

@@ -165,6 +165,8 @@ class WeightCounts:
     """In embeddings, norms and biases, which are held in the dtype."""
     adapted_features: int = 0
     """Inputs and outputs of the linear layers that every adapter can change: all but experts."""
+    expert_features: int = 0
+    """Of experts, as an adapter's slot has them: gate and up have their inputs each, and the outputs of both."""
 
     @classmethod
     def of(
@@ -191,7 +193,7 @@ class WeightCounts:
                     dense[suffix] = values
                 else:
                     outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]))
-                    counts["adapted_features"] += _adapted_features(module, outputs, inputs)
+                    counts.update(_adapted(module, outputs, inputs))
                     if _OF_LATENTS.search(module):
                         counts["other_parameters"] += outputs * inputs
                         continue
@@ -201,8 +203,8 @@ class WeightCounts:
                     counts["stored_bytes"] += form.stored_bytes(outputs, inputs, _FLOAT_BYTES.get(scale, 2))
             for each, part in dense.items():
                 outputs = _outputs(module, part, is_weight=each == suffix)
-                if each == suffix and len(part.shape) == 2 and (adapts_routers or not _ROUTER.search(module)):
-                    counts["adapted_features"] += _adapted_features(module, *part.shape)
+                if adapts_routers or not _ROUTER.search(module):
+                    counts.update(_adapted(module if each == suffix else f"{module}.{each}", *part.shape))
                 counts["plain_outputs"] += outputs
                 counts["plain_parameters" if outputs else "other_parameters"] += part.elements
         return cls(**counts)
@@ -261,12 +263,18 @@ def _outputs(module: str, tensor: StoredTensor, *, is_weight: bool) -> int:
             return 0
 
 
-def _adapted_features(module: str, outputs: int, inputs: int) -> int:
-    """Of a matrix of any kind."""
-    is_linear = _IN_LAYER.search(module) or _BESIDE_LAYERS.search(module) or is_head(module)
-    if not is_linear or _OF_LATENTS.search(module) or _EXPERT.fullmatch(module):
-        return 0
-    return inputs + outputs
+def _adapted(module: str, *shape: int) -> dict[str, int]:
+    """What a tensor of any kind adds to the features of adapters' slots."""
+    is_down = "down" in module or "output" in module or module.endswith(".w2")
+    match shape:
+        case (experts, outputs, inputs) if _IN_LAYER.search(module):
+            return {"expert_features": experts * (inputs + outputs) * (1 if is_down else 2)}
+        case (outputs, inputs) if _EXPERT.fullmatch(module):
+            return {"expert_features": inputs + outputs * (1 if is_down else 2)}
+        case (outputs, inputs) if _IN_LAYER.search(module) or _BESIDE_LAYERS.search(module) or is_head(module):
+            return {} if _OF_LATENTS.search(module) else {"adapted_features": inputs + outputs}
+        case _:
+            return {}
 
 
 def is_linear(module: str, outputs: int) -> bool:

@@ -43,6 +43,7 @@ def manifest(
         "gpuMemoryUtilization": _unless(request.gpu_memory_utilization, 0.9),
         "maxLoras": _unless(request.max_loras, 0),
         "maxLoraRank": _unless(request.max_lora_rank, 16),
+        "loraExperts": _unless(request.lora_experts, default=False),
     }
     slo = {"ttftP99": targets.ttft_p99_s, "itlP99": targets.itl_p99_s}
     spec: dict[str, Any] = {

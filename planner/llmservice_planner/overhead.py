@@ -94,12 +94,15 @@ def dequantized_bytes(shape: ModelShape, dtype: str, quantization: Quantization)
     return max(widths) * shape.hidden_size * DTYPE_BYTES[dtype]
 
 
-def adapter_term(shape: ModelShape, dtype: str, max_loras: int, rank: int, *, on_cpu: bool) -> OverheadTerm:
+def adapter_term(
+    shape: ModelShape, dtype: str, max_loras: int, rank: int, *, experts: bool, on_cpu: bool
+) -> OverheadTerm:
     """The slots of LoRA adapters, allocated before the KV cache; on a CPU one more is read at a time."""
     slots = max_loras + on_cpu
     return OverheadTerm(
-        f"{max_loras} LoRA adapters of rank {rank}{', and one that is read' if on_cpu else ''}",
-        slots * shape.adapter_slot_bytes(rank, dtype),
+        f"{max_loras} LoRA adapters of rank {rank}{' with experts' if experts else ''}"
+        f"{', and one that is read' if on_cpu else ''}",
+        slots * shape.adapter_slot_bytes(rank, dtype, experts=experts),
     )
 
 

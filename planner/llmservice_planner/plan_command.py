@@ -106,6 +106,9 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     )
     engine.add_argument("--max-lora-rank", type=int, default=16, metavar="RANK", help="of an adapter, at most")
     engine.add_argument(
+        "--lora-experts", action="store_true", help="adapters may change a mixture's experts, which takes more memory"
+    )
+    engine.add_argument(
         "--itl-p99", type=duration, metavar="TIME", help="target for the time between tokens, such as 80ms"
     )
 
@@ -226,7 +229,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a `SizingRequest` that have flags of their own names."""
     names = (
         "max_model_len dtype kv_dtype quantization block_size gpu_memory_utilization max_num_batched_tokens "
-        "expected_tokens max_num_seqs max_loras max_lora_rank"
+        "expected_tokens max_num_seqs max_loras max_lora_rank lora_experts"
     )
     return {name: getattr(args, name) for name in names.split()} | {"itl_p99_s": args.itl_p99}
 

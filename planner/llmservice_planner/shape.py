@@ -92,6 +92,7 @@ class ModelShape:
     plain_outputs: int = 0
     other_parameters: int = 0
     adapted_features: int = 0
+    expert_features: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size"):
@@ -305,12 +306,20 @@ class ModelShape:
             yield count, 2 * width, self.hidden_size
             yield count, self.hidden_size, width
 
-    def adapter_slot_bytes(self, rank: int, dtype: str) -> int:
-        """A LoRA adapter of that rank on every linear layer but experts.
+    def adapter_slot_bytes(self, rank: int, dtype: str, *, experts: bool = False) -> int:
+        """A LoRA adapter of that rank on every linear layer, with or without `experts`.
 
-        Each part of a fused matrix has factors of its own.
+        Each part of a fused matrix has factors of its own; those of an expert's gate and up are one matrix of both.
         """
-        return rank * (self.adapted_features or self._adapted_features()) * DTYPE_BYTES[dtype]
+        features = self.adapted_features or self._adapted_features()
+        return rank * (features + self.adapted_expert_features * experts) * DTYPE_BYTES[dtype]
+
+    @property
+    def adapted_expert_features(self) -> int:
+        """As of `WeightCounts`; 0: there are no experts."""
+        if self.counts is not None and not self._is_own:
+            return self.expert_features
+        return self.moe_layers * self.num_experts * (3 * self.hidden_size + 5 * self.moe_intermediate_size)
 
     def _adapted_features(self) -> int:
         """As of `WeightCounts`; a tied head is a linear layer too."""

@@ -72,6 +72,8 @@ class SizingRequest:
     max_loras: int = 0
     """LoRA adapters in memory at once; each takes the memory of one of `max_lora_rank` on every linear layer."""
     max_lora_rank: int = 16
+    lora_experts: bool = False
+    """Whether these adapters may change a mixture's experts."""
     itl_p99_s: float | None = None
     weights_bytes: int | None = None
     """Bytes from the checkpoint; None: computed from the shape."""
@@ -145,6 +147,8 @@ class SizingRequest:
                 f"max_loras is {self.max_loras} and max_lora_rank {self.max_lora_rank}, expected 0 to {MOST_LORAS} and "
                 f"1 to {MOST_LORA_RANK}"
             )
+        if self.lora_experts and self.max_loras and not self.shape.adapted_expert_features:
+            raise SizingError("lora_experts is set, but this model has no experts: leave it out")
         for name in ("weights_bytes", "overhead_bytes_per_device", "itl_p99_s"):
             value = getattr(self, name)
             if value is not None and value < 0:

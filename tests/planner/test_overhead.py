@@ -72,8 +72,8 @@ def test_a_row_of_logits_is_as_wide_as_the_vocabulary(shape_of: ShapeOf) -> None
 def test_an_adapter_of_llama_3_8b_takes_its_factors_on_every_layer(shape_of: ShapeOf) -> None:
     per_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)  # q and o, k and v, gate, up and down
     assert shape_of("llama-3-8b").adapter_slot_bytes(16, "bfloat16") == 16 * (32 * per_layer + 4096 + 128256) * 2
-    on_gpu = adapter_term(shape_of("llama-3-8b"), "bfloat16", 4, 16, on_cpu=False)
-    on_cpu = adapter_term(shape_of("llama-3-8b"), "bfloat16", 4, 16, on_cpu=True)
+    on_gpu = adapter_term(shape_of("llama-3-8b"), "bfloat16", 4, 16, experts=False, on_cpu=False)
+    on_cpu = adapter_term(shape_of("llama-3-8b"), "bfloat16", 4, 16, experts=False, on_cpu=True)
     assert on_cpu.total_bytes * 4 == on_gpu.total_bytes * 5
 
 

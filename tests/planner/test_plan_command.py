@@ -215,6 +215,8 @@ def test_adapters_take_memory_before_the_kv_cache(capsys: Capture) -> None:
     taken = after["overhead"]["4 LoRA adapters of rank 32"]
     assert taken > 0
     assert before["kv_pool_bytes"] - after["kv_pool_bytes"] == taken
+    assert _plan(*given, *flags, "--lora-experts") == 2
+    assert "lora_experts is set, but this model has no experts: leave it out" in capsys.readouterr().err
 
 
 def _sizing(path: Path, num_blocks: int, weights: int, step_s: float) -> Path:

@@ -186,9 +186,11 @@ def test_the_planner_predicts_weights_blocks_and_slots(case: Case) -> None:
     shape = ModelShape.from_folder(case.folder)
     request = SizingRequest(shape=shape, device=cpu_device(1 << 30), max_model_len=256, dtype="float32")
     predicted = plan(request)
-    settings: dict[str, Any] = {"max_model_len": 256, "max_loras": 1, "max_lora_rank": 8}
+    is_theirs = case.code == "transformers" and shape.architecture == "gpt_oss"  # whose experts stay transformers' own
+    experts = shape.adapted_expert_features > 0 and not is_theirs
+    settings: dict[str, Any] = {"max_loras": 1, "max_lora_rank": 8, "lora_experts": experts, "max_model_len": 256}
     started = start(case.config(dtype="float32", kv_cache_memory_bytes=predicted.kv_pool_bytes, **settings))
-    slots = adapter_term(shape, "float32", 1, 8, on_cpu=True)
+    slots = adapter_term(shape, "float32", 1, 8, experts=experts, on_cpu=True)
     if case.code == "transformers" and shape.counts is None:
         assert started.memory_bytes["adapters"] <= slots.total_bytes  # its routers cannot be adapted, ours can
     else:

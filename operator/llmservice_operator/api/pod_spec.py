@@ -102,7 +102,8 @@ MANAGED_FLAGS = (
     "--default-lane", "--batch-order", "--kv-cache-memory", "--memory-limit", "--gpu-memory-utilization",
     "--drain-timeout", "--start-record", "--dtype", "--expected-tokens", "--max-num-batched-tokens", "--block-size",
     "--kv-cache-dtype", "--no-prefix-caching", "--swap-space-gib", "--threads", "--quantization", "--max-loras",
-    "--max-lora-rank", "--adapters-file", "--adapters-dir", "--compile-cache", "--gateway-keys", "--audience",
+    "--max-lora-rank", "--lora-experts", "--adapters-file", "--adapters-dir", "--compile-cache", "--gateway-keys",
+    "--audience",
 )  # fmt: skip
 """Flags that the operator sets: `server_args` in children/deployment.py, from other fields of the spec."""
 _SETS = "arg == flag || arg.startsWith(flag + '=')"

@@ -143,6 +143,11 @@ class Engine(SchemaModel):
         " longest are evicted. Default: 4 where adapters are listed, else 0. A change replaces the pods.",
     )
     max_lora_rank: int = Field(16, ge=1, le=512, description="Rank of an adapter, at most: the size of a slot.")
+    lora_experts: bool = Field(
+        False,
+        description="Slots also hold what adapters change in a mixture's experts, which takes most of their memory."
+        " A change replaces the pods.",
+    )
     prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
     swap_space_gib: float = Field(
         0,

@@ -135,6 +135,7 @@ def adapter_args(service: LLMService) -> list[str]:
     return [
         *("--max-loras", str(spec.max_loras)),
         *("--max-lora-rank", str(spec.engine.max_lora_rank)),
+        *(("--lora-experts",) if spec.engine.lora_experts else ()),
         *("--adapters-file", f"{_ADAPTER_LIST_MOUNT}/{ADAPTER_LIST_KEY}"),
         *("--adapters-dir", _ADAPTERS_MOUNT),
     ]

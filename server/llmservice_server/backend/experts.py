@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -12,16 +13,34 @@ from llmservice_server.backend.base import Activation, DenseMlp, LayerOps, Linea
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 
+class LowRankExperts(NamedTuple):
+    """What a LoRA adapter adds to all experts' matrices: those of each are `up @ down`."""
+
+    gate_up: tuple[torch.Tensor, torch.Tensor]  # down [experts, 2 * rank, in], up [experts, 2 * width, 2 * rank]
+    down: tuple[torch.Tensor, torch.Tensor]  # [experts, rank, width], [experts, out, rank]
+
+    @classmethod
+    def of(cls, parts: Iterable[torch.Tensor]) -> Self:
+        """Of all four in their order."""
+        first, second, third, fourth = parts
+        return cls((first, second), (third, fourth))
+
+
+AdaptedRows = Sequence[tuple[slice, LowRankExperts | None]]
+"""Successive rows, which are all of a call, with what the adapter of each adds."""
+
+
 @dataclass(slots=True)
 class Experts:
     """The experts' matrices, and their products in a loop over the experts, on any device.
 
-    A backend's own implementation overrides `multiply`.
+    A backend's own implementation overrides what it computes otherwise.
     """
 
     gate_up: list[Linear]  # of each expert
     down: list[Linear]
     activation: Activation = "silu"
+    alternates: bool = False  # a checkpoint's outputs of gate and up, where one tensor has those of all experts
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps
@@ -30,23 +49,49 @@ class Experts:
 
         chosen: int64 `[num_tokens, top_k]`. weights: float32, likewise.
         """
-        order = chosen.flatten().argsort()
-        counts = chosen.new_zeros(len(self.gate_up)).scatter_add_(0, chosen.flatten(), torch.ones_like(order))
-        rows = hidden.index_select(0, order // chosen.shape[1])
-        products = self.multiply(rows, counts, ops)
-        by_token = torch.index_select(products, 0, order.argsort(), out=rows).view(*chosen.shape, -1)
+        return self.adapted(hidden, chosen, weights, ops, [(slice(len(hidden)), None)])
+
+    def adapted(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps, rows: AdaptedRows
+    ) -> torch.Tensor:
+        """As a call, with what the adapters of `rows` add."""
+        number = torch.empty(len(hidden), 1, dtype=chosen.dtype, device=chosen.device)
+        for place, (part, _) in enumerate(rows):
+            number[part] = place
+        order = chosen.flatten().argsort(stable=True)
+        kinds = (chosen * len(rows) + number).flatten()
+        counts = torch.bincount(kinds, minlength=len(self.gate_up) * len(rows)).view(-1, len(rows))
+        states = hidden.index_select(0, order // chosen.shape[1])
+        products = self.multiply(states, counts, ops, rows)
+        by_token = torch.index_select(products, 0, order.argsort(), out=states).view(*chosen.shape, -1)
         return torch.bmm(weights.to(hidden.dtype)[:, None], by_token).squeeze(1)
 
-    def multiply(self, rows: torch.Tensor, counts: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        """The products of `rows` `[num_rows, hidden_size]`: the first `counts[0]` of them with the first expert, ..."""
-        products, first = torch.empty_like(rows), 0
-        for expert, count in enumerate(counts.tolist()):
-            if count:
-                part = slice(first, first + count)
-                gated = ops.gated(self.gate_up[expert](rows[part]), self.activation)
-                products[part] = self.down[expert](gated)
-                first += count
+    def multiply(self, states: torch.Tensor, counts: torch.Tensor, ops: LayerOps, rows: AdaptedRows) -> torch.Tensor:
+        """The products of `states` `[num_states, hidden_size]`, sorted by expert and, of an expert, by their `rows`.
+
+        counts: int64 `[experts, len(rows)]`, of both.
+        """
+        products, first = torch.empty_like(states), 0
+        for expert, of_expert in enumerate(counts.tolist()):
+            ends = [*accumulate(of_expert, initial=0)]
+            if ends[-1]:
+                part = slice(first, first + ends[-1])
+                changes = [(slice(*ends[at : at + 2]), change) for at, (_, change) in enumerate(rows)]
+                products[part] = self._multiply_one(expert, states[part], ops, changes)
+                first = part.stop
         return products
+
+    def _multiply_one(self, expert: int, states: torch.Tensor, ops: LayerOps, rows: AdaptedRows) -> torch.Tensor:
+        gate_up = self.gate_up[expert](states)
+        for part, change in rows:
+            if change is not None:
+                gate_up[part] += _low_rank(states[part], *change.gate_up, expert)
+        gated = ops.gated(gate_up, self.activation)
+        product = self.down[expert](gated)
+        for part, change in rows:
+            if change is not None:
+                product[part] += _low_rank(gated[part], *change.down, expert)
+        return product
 
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
         """Replace every matrix, all of a kind after the other."""
@@ -56,6 +101,10 @@ class Experts:
     @property
     def nbytes(self) -> int:
         return sum(linear.nbytes for linear in (*self.gate_up, *self.down))
+
+
+def _low_rank(states: torch.Tensor, down: torch.Tensor, up: torch.Tensor, expert: int) -> torch.Tensor:
+    return states @ down[expert].t() @ up[expert].t()
 
 
 class Mixture(Protocol):

@@ -151,6 +151,9 @@ class EngineConfig:
     ] = "fcfs"
     max_loras: Annotated[int, Flag("LoRA adapters in memory at once (default: none)", parse=int)] = 0
     max_lora_rank: Annotated[int, Flag("of an adapter, at most: the memory of a slot")] = 16
+    lora_experts: Annotated[
+        bool, Flag("slots also hold what adapters change in a mixture's experts, which takes most of their memory")
+    ] = False
     compile_cache: Annotated[
         Path | None,
         Flag(
@@ -171,6 +174,8 @@ class EngineConfig:
             raise ConfigError(f"max_loras is {self.max_loras}, expected 0 (none) to {MOST_LORAS}")
         if not 1 <= self.max_lora_rank <= MOST_LORA_RANK:
             raise ConfigError(f"max_lora_rank is {self.max_lora_rank}, expected 1 to {MOST_LORA_RANK}")
+        if self.lora_experts and not self.max_loras:
+            raise ConfigError("lora_experts needs slots for adapters: set max_loras")
         for name in ("block_size", "expected_tokens"):
             _require_positive(name, getattr(self, name))
         for name in (

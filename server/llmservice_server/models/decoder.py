@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -50,7 +50,7 @@ class DecoderModel:
             else weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
         )
         weights.modules[id(self.lm_head)] = {"lm_head": config.vocab_size}  # also where it is the embedding
-        self.modules = [_adaptable(weights.modules.get(id(linear), {})) for linear in each_linear(self)]
+        self.modules = [weights.modules.get(id(linear), {}) for linear in each_linear(self)]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The last layer's states `[num_tokens, hidden_size]`, not yet normed; arguments as of `forward_by_piece`."""
@@ -177,8 +177,3 @@ class DecoderModel:
         own_head = self.lm_head.weight is not self.embed_tokens
         parts = self.embed_tokens, self.norm, *((self.lm_head,) if own_head else ()), *self.layers
         return sum(part.nbytes for part in parts)
-
-
-def _adaptable(modules: Mapping[str, int]) -> Mapping[str, int]:
-    """Those that all tokens of a step are multiplied with: no expert."""
-    return {} if any(".experts." in name for name in modules) else modules

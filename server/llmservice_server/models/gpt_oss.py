@@ -36,7 +36,9 @@ def gpt_oss_layer(config: ModelConfig, weights: Weights, index: int) -> DecoderL
 def _experts(config: ModelConfig, sizes: ExpertsConfig, weights: Weights) -> Experts:
     gate_up = _matrices(weights, "gate_up_proj", sizes.count, 2 * sizes.width, config.hidden_size, alternates=True)
     down = _matrices(weights, "down_proj", sizes.count, config.hidden_size, sizes.width, alternates=False)
-    return Experts(gate_up, down, "clamped_silu")
+    weights.name_parts(gate_up, {"gate_proj": sizes.width, "up_proj": sizes.width})
+    weights.name_parts(down, {"down_proj": config.hidden_size})
+    return Experts(gate_up, down, "clamped_silu", alternates=True)
 
 
 def _matrices(weights: Weights, name: str, count: int, outputs: int, inputs: int, *, alternates: bool) -> list[Linear]:

@@ -6,14 +6,16 @@ before that of the KV cache. The tokens of a step are sorted by adapter, so that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from llmservice_server.backend.base import Linear, Model, each_linear
+from llmservice_server.backend.base import LayerOps, Linear, Model, each_linear
+from llmservice_server.backend.experts import Experts, LowRankExperts
 from llmservice_server.backend.quantized import QuantizedLinear
 
 
@@ -86,6 +88,34 @@ class LoraLinear:
         return self.base.nbytes
 
 
+@dataclass(slots=True, kw_only=True)
+class LoraExperts(Experts):
+    """A layer's experts, and what the adapters of the rows that use some add to them."""
+
+    base: Experts
+    rows: _Rows
+    changes: list[LowRankExperts | None]  # by slot; None: its adapter does not change these experts
+
+    def __call__(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps
+    ) -> torch.Tensor:
+        """Rows without an adapter are computed as always; they come first."""
+        current = self.rows.current
+        if all(self.changes[slot] is None for slot, _ in current):
+            return self.base(hidden, chosen, weights, ops)
+        first = current[0].rows.start
+        adapted = [(slice(part.start - first, part.stop - first), self.changes[slot]) for slot, part in current]
+        sums = torch.empty_like(hidden)
+        if first:
+            sums[:first] = self.base(hidden[:first], chosen[:first], weights[:first], ops)
+        sums[first:] = self.base.adapted(hidden[first:], chosen[first:], weights[first:], ops, adapted)
+        return sums
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class Adaptable:
     """A matrix that adapters may change, unless it has no `parts`."""
@@ -93,17 +123,69 @@ class Adaptable:
     parts: Mapping[str, int]  # modules of the checkpoint, with the outputs of each, in order
     inputs: int
 
-    @classmethod
-    def all_of(cls, model: Model) -> list[Adaptable]:
-        """In the order of `map_linears`; to be called before the backend converts them, while shapes can be read."""
-        shapes = (
-            linear.quantized.shape if isinstance(linear, QuantizedLinear) else linear.weight.shape
-            for linear in each_linear(model)
-        )
-        return [cls(parts, shape[1]) for parts, shape in zip(model.modules, shapes, strict=True)]
-
     def num_elements(self, rank: int) -> int:
         return rank * sum(self.inputs + outputs for outputs in self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptableExperts:
+    """The experts of a layer."""
+
+    gate_up: list[Adaptable]
+    down: list[Adaptable]
+
+    def shapes(self, rank: int) -> list[tuple[int, int, int]]:
+        """Of the factors of a slot, in the order of `LowRankExperts`."""
+        count, hidden, width = len(self.gate_up), self.gate_up[0].inputs, self.down[0].inputs
+        gate_up = (count, 2 * rank, hidden), (count, 2 * width, 2 * rank)
+        return [*gate_up, (count, rank, width), (count, hidden, rank)]
+
+    def take(self, modules: dict[str, LowRank], rank: int, dtype: torch.dtype) -> LowRankExperts | None:
+        """The factors of all experts, each of `rank` or less, out of `modules`; None: there are none."""
+        if not any(name in modules for each in (*self.gate_up, *self.down) for name in each.parts):
+            return None
+        taken = LowRankExperts.of(torch.zeros(shape, dtype=dtype) for shape in self.shapes(rank))
+        for linears, (downs, ups) in ((self.gate_up, taken.gate_up), (self.down, taken.down)):
+            for linear, down, up in zip(linears, downs, ups, strict=True):
+                first = 0
+                for number, (name, outputs) in enumerate(linear.parts.items()):
+                    if (given := modules.pop(name, None)) is not None:
+                        columns = slice(number * rank, number * rank + len(given.down))
+                        down[columns] = given.down
+                        up[first : first + outputs, columns] = given.up
+                    first += outputs
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptables:
+    """What adapters may change in a model, in the order of `map_linears` and `mixtures`."""
+
+    linears: list[Adaptable]  # experts' matrices have no parts here
+    experts: list[AdaptableExperts]
+    alternates: bool  # as of `Experts`
+
+    @classmethod
+    def of(cls, model: Model) -> Adaptables:
+        """To be called before the backend converts the matrices, while shapes can be read."""
+        by_linear = {
+            id(linear): Adaptable(parts, _num_inputs(linear))
+            for linear, parts in zip(each_linear(model), model.modules, strict=True)
+        }
+        mixtures = [mixture.experts for mixture in model.mixtures()]
+        experts = [
+            AdaptableExperts(*([by_linear.pop(id(each)) for each in linears] for linears in (one.gate_up, one.down)))
+            for one in mixtures
+        ]
+        return cls(
+            [by_linear.get(id(linear), Adaptable({}, 0)) for linear in each_linear(model)],
+            experts,
+            any(one.alternates for one in mixtures),
+        )
+
+
+def _num_inputs(linear: Linear) -> int:
+    return (linear.quantized if isinstance(linear, QuantizedLinear) else linear.weight).shape[1]
 
 
 @dataclass(slots=True)
@@ -132,41 +214,75 @@ class _Slots:
         self.factors[slot] = _Factors(down, ups)
 
 
+@dataclass(slots=True)
+class _ExpertSlots:
+    """The memory of all slots beside the experts of one layer."""
+
+    adaptable: AdaptableExperts
+    memory: list[torch.Tensor]  # [slots, ...], of `AdaptableExperts.shapes`
+    changes: list[LowRankExperts | None]
+
+    def put(self, slot: int, given: LowRankExperts | None) -> None:
+        self.changes[slot] = None
+        if given is not None:
+            parts = (*given.gate_up, *given.down)
+            copies = (memory[slot].copy_(part) for memory, part in zip(self.memory, parts, strict=True))
+            self.changes[slot] = LowRankExperts.of(copies)
+
+
+class PackedAdapter(NamedTuple):
+    """What a slot gets."""
+
+    modules: Mapping[str, LowRank]
+    experts: Sequence[LowRankExperts | None]  # of each layer that has some
+
+
 class AdapterSlots:
-    """`num_slots` adapters of rank `max_rank` or less beside each of a model's `adaptables`."""
+    """`num_slots` adapters of rank `max_rank` or less beside what adapters may change in a model."""
 
     def __init__(
         self,
-        adaptables: Sequence[Adaptable],
+        adaptables: Adaptables,
         num_slots: int,
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        with_experts: bool,
     ) -> None:
         self.num_slots = num_slots
         self.max_rank = max_rank
         self.dtype = dtype
+        self.adaptables = adaptables if with_experts else replace(adaptables, experts=[])
+        elements = sum(math.prod(shape) for each in adaptables.experts for shape in each.shapes(max_rank))
+        self.lacking_bytes = 0 if with_experts else elements * dtype.itemsize
+        """Of each slot, so that it would hold factors of experts too."""
         self._rows = _Rows()
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(num_slots, *shape, dtype=dtype, device=device)
+
         self._slots = [
-            _Slots(
-                each,
-                torch.empty(num_slots, each.num_elements(max_rank), dtype=dtype, device=device),
-                [None] * num_slots,
-            )
-            for each in adaptables
+            _Slots(each, empty(each.num_elements(max_rank)), [None] * num_slots) for each in adaptables.linears
+        ]
+        self._expert_slots = [
+            _ExpertSlots(each, [empty(*shape) for shape in each.shapes(max_rank)], [None] * num_slots)
+            for each in self.adaptables.experts
         ]
 
     @property
     def nbytes(self) -> int:
-        return sum(each.memory.nbytes for each in self._slots)
+        experts = sum(part.nbytes for each in self._expert_slots for part in each.memory)
+        return experts + sum(each.memory.nbytes for each in self._slots)
 
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
         """The modules of the checkpoint that an adapter may change, with their outputs and inputs."""
+        experts = (one for each in self.adaptables.experts for one in (*each.gate_up, *each.down))
         return {
-            name: (outputs, each.adaptable.inputs)
-            for each in self._slots
-            for name, outputs in each.adaptable.parts.items()
+            name: (outputs, each.inputs)
+            for each in (*self.adaptables.linears, *experts)
+            for name, outputs in each.parts.items()
         }
 
     def install(self, model: Model) -> None:
@@ -178,11 +294,22 @@ class AdapterSlots:
             return LoraLinear(linear, linear.bias, self._rows, each.factors) if each.adaptable.parts else linear
 
         model.map_linears(wrapped)
+        for mixture, each in zip(model.mixtures(), self._expert_slots, strict=False):
+            base = mixture.experts
+            parts = base.gate_up, base.down, base.activation, base.alternates
+            mixture.experts = LoraExperts(*parts, base=base, rows=self._rows, changes=each.changes)
 
-    def put(self, slot: int, modules: Mapping[str, LowRank]) -> None:
+    def pack(self, modules: dict[str, LowRank]) -> PackedAdapter:
+        """On the host, so that `put` only copies. `modules` loses those of experts, so that little is held twice."""
+        experts = [each.take(modules, self.max_rank, self.dtype) for each in self.adaptables.experts]
+        return PackedAdapter(modules, experts)
+
+    def put(self, slot: int, adapter: PackedAdapter) -> None:
         """Replace the adapter in `slot`. No request may use it."""
         for each in self._slots:
-            each.put(slot, modules)
+            each.put(slot, adapter.modules)
+        for experts, given in zip(self._expert_slots, adapter.experts, strict=True):
+            experts.put(slot, given)
 
     @contextmanager
     def applied(self, rows: Sequence[SlotRows]) -> Iterator[None]:

@@ -39,8 +39,11 @@ def _experts(config: ModelConfig, sizes: ExpertsConfig, weights: Weights, names:
     count, width, hidden = sizes.count, sizes.width, config.hidden_size
     gate, up, down = names
     if weights.has("gate_up_proj"):
-        gate_up = _of_one_tensor(weights, "gate_up_proj", count, 2 * width, hidden)
-        return Experts(gate_up, _of_one_tensor(weights, "down_proj", count, hidden, width))
+        gate_ups = _of_one_tensor(weights, "gate_up_proj", count, 2 * width, hidden)
+        downs = _of_one_tensor(weights, "down_proj", count, hidden, width)
+        weights.name_parts(gate_ups, {gate: width, up: width})
+        weights.name_parts(downs, {down: hidden})
+        return Experts(gate_ups, downs)
     parts = [weights.at(str(expert)) for expert in range(count)]
     return Experts(
         weights.stack([(part, {gate: width, up: width}) for part in parts], hidden),

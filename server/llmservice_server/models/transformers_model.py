@@ -60,8 +60,9 @@ class _Product(torch.nn.Module):
 class _Mixture(torch.nn.Module):
     """`Experts` of ours in the place of those of transformers."""
 
-    def __init__(self, experts: Experts, ops_of: Callable[[], LayerOps]) -> None:
+    def __init__(self, name: str, experts: Experts, ops_of: Callable[[], LayerOps]) -> None:
         super().__init__()
+        self.name = name
         self.experts = experts
         self._ops_of = ops_of
 
@@ -70,6 +71,13 @@ class _Mixture(torch.nn.Module):
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         ops = self._ops_of()
         return self.experts(rows, chosen.contiguous(), weights.float().contiguous(), ops).view_as(hidden)
+
+    def modules_of_experts(self) -> Iterator[dict[str, int]]:
+        """As of `Model.modules`."""
+        for linears, parts in zip((self.experts.gate_up, self.experts.down), _STACKS.values(), strict=True):
+            outputs = linears[0].weight.shape[0] // len(parts)
+            for expert in range(len(linears)):
+                yield {f"{self.name}.{expert}.{part}": outputs for part in parts}
 
 
 class _Given(torch.nn.Module):
@@ -133,7 +141,7 @@ class TransformersModel:
                     products[id(module)] = _Product(linear)
                     put(products[id(module)])
             elif (experts := _experts_of(module, name, activation, linear_of, self.device)) is not None:
-                self._mixtures.append(_Mixture(experts, lambda: self.ops))
+                self._mixtures.append(_Mixture(name, experts, lambda: self.ops))
                 put(self._mixtures[-1])
 
     @classmethod
@@ -214,7 +222,7 @@ class TransformersModel:
         names = {id(module): name for name, module in model.named_modules()}
         return [
             *({names[id(product)]: product.weight.shape[0]} for product in self._products),
-            *({} for mixture in self._mixtures for _ in (*mixture.experts.gate_up, *mixture.experts.down)),
+            *(part for mixture in self._mixtures for part in mixture.modules_of_experts()),
         ]
 
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:

@@ -139,6 +139,11 @@ class Weights:
         self.stacked.append(StackedPlace(linears, self._named(shapes), read))
         return [*linears]
 
+    def name_parts(self, experts: Sequence[Linear], parts: dict[str, int]) -> None:
+        """What each expert's matrix is fused of, where the checkpoint has those of all experts in one tensor."""
+        for number, linear in enumerate(experts):
+            self.modules[id(linear)] = {f"{self.prefix}{number}.{name}": outputs for name, outputs in parts.items()}
+
     def compute(self, shapes: Mapping[str, tuple[int, ...]], fill: Callable[..., object]) -> None:
         """Have the loader call `fill` with the tensors that have these names and shapes, in their order."""
         self.computed.append(ComputedPlace(self._named(shapes), fill))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,19 +10,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from llmservice_planner.checkpoint import LANGUAGE_MODEL, NOT_LOADED, is_head, place_of
-from llmservice_server.models.lora import AdapterSlots, LowRank
+from llmservice_planner.explanation import format_bytes
+from llmservice_server.models.lora import AdapterSlots, LowRank, PackedAdapter
 from llmservice_server.types.checkpoint_config import AdapterConfig, read_json_object
 from llmservice_server.types.errors import AdapterError, ModelLoadError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight")
+_ALL_EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)?")
 _DTYPES = {"F32", "BF16", "F16"}
 _VERSION_BYTES = 8
 
@@ -31,7 +35,7 @@ class ReadAdapter:
     """Implements `AdapterWeights`."""
 
     version: str
-    modules: Mapping[str, LowRank]
+    packed: PackedAdapter
 
 
 class SlotStore:
@@ -39,7 +43,7 @@ class SlotStore:
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
-        self._modules = slots.modules
+        self._targets = Targets(slots.modules, slots.max_rank, slots.adaptables.alternates, slots.lacking_bytes)
         self._reader = ThreadPoolExecutor(1, "adapters")
 
     @property
@@ -47,23 +51,39 @@ class SlotStore:
         return self._slots.num_slots
 
     def read(self, folder: str) -> Future[ReadAdapter]:
-        return self._reader.submit(read_adapter, Path(folder), self._modules, self._slots.max_rank, self._slots.dtype)
+        return self._reader.submit(self._read, Path(folder))
+
+    def _read(self, folder: Path) -> ReadAdapter:
+        modules = read_adapter(folder, self._targets, self._slots.dtype)
+        return ReadAdapter(_version(folder), self._slots.pack(modules))
 
     def put(self, slot: int, weights: ReadAdapter) -> None:
-        self._slots.put(slot, weights.modules)
+        self._slots.put(slot, weights.packed)
 
 
-def read_adapter(
-    folder: Path, modules: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
-) -> ReadAdapter:
-    """`modules`: those of the model that can be changed, with their outputs and inputs. Raises AdapterError."""
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What an adapter may change, and its largest rank."""
+
+    modules: Mapping[str, tuple[int, int]]  # of the model, with their outputs and inputs
+    max_rank: int
+    alternates: bool = False  # as of `Experts`
+    lacking_bytes: int = 0  # as of `AdapterSlots`
+
+
+def read_adapter(folder: Path, targets: Targets, dtype: torch.dtype) -> dict[str, LowRank]:
+    """The factors of each module of the model that it changes. Raises AdapterError."""
     path = _weight_file(folder)
     try:
         config = AdapterConfig.parse(read_json_object(folder / _CONFIG), _CONFIG)
     except ModelLoadError as error:
         raise AdapterError(str(error)) from error
-    _check_config(config, max_rank)
-    return ReadAdapter(_version(folder), _read_tensors(path, config, modules, dtype))
+    _check_config(config, targets.max_rank)
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            return _Reader(path, tensors, config, targets, dtype).read()
+    except SafetensorError as error:
+        raise AdapterError(f"{path} is not a readable safetensors file ({error}): fetch it again") from error
 
 
 def _weight_file(folder: Path) -> Path:
@@ -92,44 +112,130 @@ def _check_config(config: AdapterConfig, max_rank: int) -> None:
         raise AdapterError(f"{_CONFIG}: {name} is set, which is not supported: train the adapter without it")
 
 
-def _read_tensors(
-    path: Path, config: AdapterConfig, modules: Mapping[str, tuple[int, int]], dtype: torch.dtype
-) -> dict[str, LowRank]:
-    sides: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    places = {place_of(module): module for module in modules}
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            factors = [_factor(name) for name in tensors.keys()]  # noqa: SIM118 - a safetensors handle is no mapping
-            _check_targets(config, [each.module for each in factors])
-            for name, named, side in _of_text(factors):
-                module = places.get(place_of(named)) or _refuse_module(name, named, config, modules)
-                rank, (outputs, inputs) = config.rank(named), modules[module]
-                expected = [rank, inputs] if side == "A" else [outputs, rank]
-                given = tensors.get_slice(name)
-                if (found := given.get_shape()[0 if side == "A" else -1]) != rank:
-                    raise AdapterError(f"{name} has the rank {found}, {_CONFIG} has {rank}: fetch the adapter again")
-                if given.get_shape() != expected:
-                    raise AdapterError(
-                        f"{name} has the shape {given.get_shape()}, this model and the rank {rank} make it "
-                        f"{expected}: {_made_for(config)}"
-                    )
-                if given.get_dtype() not in _DTYPES:
-                    raise AdapterError(f"{name} is {given.get_dtype()}, expected one of {', '.join(sorted(_DTYPES))}")
-                tensor = tensors.get_tensor(name)
-                if side == "B":
-                    tensor = tensor.float() * config.scale(named)
-                tensor = tensor.to(dtype)
-                if not tensor.isfinite().all():
-                    raise AdapterError(f"{name} holds numbers that are not finite in {dtype}: train it again")
-                sides[module][side] = tensor
-    except SafetensorError as error:
-        raise AdapterError(f"{path} is not a readable safetensors file ({error}): fetch it again") from error
-    for module, both in sides.items():
-        if len(both) < 2:
-            raise AdapterError(f"{path.name} holds one of the two factors of {module}: fetch it again")
-    if not sides:
-        raise AdapterError(f"{path.name} holds no tensors of a language model")
-    return {module: LowRank(both["A"], both["B"]) for module, both in sides.items()}
+class _Reader:
+    """Reads the factors in an open file."""
+
+    def __init__(self, path: Path, tensors: Any, config: AdapterConfig, targets: Targets, dtype: torch.dtype) -> None:
+        self._path = path
+        self._tensors = tensors
+        self._config = config
+        self._targets = targets
+        self._dtype = dtype
+        self._places = {place_of(module): module for module in targets.modules}
+
+    def read(self) -> dict[str, LowRank]:
+        stored = [*self._tensors.keys()]
+        factors = [_factor(name) for name in stored if not self._is_of_base(name)]
+        _check_targets(self._config, [each.module for each in factors])
+        sides: dict[str, dict[str, str]] = defaultdict(dict)
+        for each in _of_text(factors):
+            sides[each.module][each.side] = each.tensor
+        if not sides:
+            raise AdapterError(f"{self._path.name} holds no tensors of a language model")
+        for named, names in sides.items():
+            if self._module(named) is None and not self._stack(named):
+                self._refuse(named, next(iter(names.values())))
+        read: dict[str, LowRank] = {}
+        for named, names in sides.items():
+            if len(names) < len("AB"):
+                raise AdapterError(f"{self._path.name} holds one of the two factors of {named}: fetch it again")
+            if (module := self._module(named)) is not None:
+                read[module] = LowRank(*self._factors(names, named, self._targets.modules[module]))
+            else:
+                read.update(self._of_experts(names, self._stack(named)))
+        return read
+
+    def _is_of_base(self, name: str) -> bool:
+        """Whether it is the model's own head, of which PEFT adds a copy to the factors. Raises AdapterError."""
+        match = _BASE_LAYER.fullmatch(name)
+        module = None if match is None else self._module(match["module"])
+        if module is None:
+            return False
+        if (shape := self._tensors.get_slice(name).get_shape()) != (expected := [*self._targets.modules[module]]):
+            raise AdapterError(f"{name} has the shape {shape}, expected {expected}: {_made_for(self._config)}")
+        return True
+
+    def _module(self, named: str) -> str | None:
+        """The model's own name of a module that the adapter names."""
+        return self._places.get(place_of(named))
+
+    def _stack(self, named: str) -> str:
+        """The name of all experts of a layer; empty: it is none."""
+        match = _ALL_EXPERTS.fullmatch(named)
+        return match[1] if match is not None and self._experts(match[1], "down_proj") else ""
+
+    def _experts(self, experts: str, part: str) -> list[str]:
+        """The model's modules of all experts of a layer."""
+        modules = (self._module(f"{experts}.{number}.{part}") for number in itertools.count())
+        return [module for module in itertools.takewhile(bool, modules) if module is not None]
+
+    def _of_experts(self, names: Mapping[str, str], experts: str) -> Iterator[tuple[str, LowRank]]:
+        """Of all experts of a layer, as PEFT stores its `target_parameters`; which of the two, only shapes tell.
+
+        A has the rows of one expert after the other; in B's columns are all experts, for one of the rank's numbers
+        after the other.
+        """
+        downs, gates, ups = (self._experts(experts, part) for part in ("down_proj", "gate_proj", "up_proj"))
+        hidden, width = self._targets.modules[downs[0]]
+        outputs, inputs = (self._tensors.get_slice(names[side]).get_shape()[at] for side, at in (("B", 0), ("A", -1)))
+        if (outputs, inputs) == (2 * width, hidden):
+            size, part, halves = (outputs, inputs), "gate_up_proj", [gates, ups]
+        else:
+            size, part, halves = (hidden, width), "down_proj", [downs]
+        down, up = self._factors(names, f"{experts}.{part}", size, len(downs))
+        for number, of_expert in enumerate(up.view(size[0], -1, len(downs)).unbind(-1)):
+            if len(halves) > 1 and self._targets.alternates:
+                parts = [of_expert[::2], of_expert[1::2]]
+            else:
+                parts = [*of_expert.chunk(len(halves))]
+            for modules, rows in zip(halves, parts, strict=True):
+                yield modules[number], LowRank(down.view(len(downs), -1, size[1])[number], rows)
+
+    def _factors(
+        self, names: Mapping[str, str], named: str, size: tuple[int, int], count: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A `[count * rank, in]` and B `[out, count * rank]` times the scale, of a matrix of that size in each expert.
+
+        named: as the adapter names what they change.
+        """
+        rank, config = self._config.rank(named), self._config
+        read = []
+        for side, expected in (("A", [count * rank, size[1]]), ("B", [size[0], count * rank])):
+            name = names[side]
+            given = self._tensors.get_slice(name)
+            shape = given.get_shape()
+            if (found := shape[0 if side == "A" else -1]) != count * rank:
+                raise AdapterError(
+                    f"{name} has the rank {found // count}, {_CONFIG} has {rank}: fetch the adapter again"
+                )
+            if shape != expected:
+                raise AdapterError(
+                    f"{name} has the shape {shape}, this model and the rank {rank} make it {expected}: "
+                    f"{_made_for(config)}"
+                )
+            if given.get_dtype() not in _DTYPES:
+                raise AdapterError(f"{name} is {given.get_dtype()}, expected one of {', '.join(sorted(_DTYPES))}")
+            tensor = self._tensors.get_tensor(name)
+            if side == "B":
+                tensor = tensor.float() * config.scale(named)
+            tensor = tensor.to(self._dtype)
+            if not tensor.isfinite().all():
+                raise AdapterError(f"{name} holds numbers that are not finite in {self._dtype}: train it again")
+            read.append(tensor)
+        return read[0], read[1]
+
+    def _refuse(self, module: str, name: str) -> NoReturn:
+        if self._targets.lacking_bytes and ".experts" in module:
+            raise AdapterError(
+                f"{_WEIGHTS} holds {name}, but the slots have no memory for factors of experts: start the server with "
+                "--lora-experts (spec.engine.loraExperts), by which each slot takes "
+                f"{format_bytes(self._targets.lacking_bytes)} more"
+            )
+        kinds = sorted({each.rpartition(".")[2] for each in self._targets.modules})
+        raise AdapterError(
+            f"{_WEIGHTS} holds {name}, but this model has no linear layer {module} that adapters can change (it has "
+            f"{', '.join(kinds)}): {_made_for(self._config)}"
+        )
 
 
 class _Factor(NamedTuple):
@@ -154,22 +260,16 @@ def _of_text(factors: Sequence[_Factor]) -> Iterator[_Factor]:
             yield each
 
 
-def _refuse_module(name: str, module: str, config: AdapterConfig, modules: Mapping[str, tuple[int, int]]) -> NoReturn:
-    kinds = sorted({each.rpartition(".")[2] for each in modules})
-    raise AdapterError(
-        f"{_WEIGHTS} holds {name}, but this model has no linear layer {module} that adapters can change (it has "
-        f"{', '.join(kinds)}): {_made_for(config)}"
-    )
-
-
 def _check_targets(config: AdapterConfig, modules: Sequence[str]) -> None:
-    """A name of target_modules that has no tensors shows that the file is not whole."""
-    if isinstance(config.target_modules, list):
-        for target in config.target_modules:
-            if not any(module == target or module.endswith(f".{target}") for module in modules):
-                raise AdapterError(
-                    f"{_CONFIG} names the target {target}, of which {_WEIGHTS} holds nothing: fetch the adapter again"
-                )
+    """A name of a target that has no tensors shows that the file is not whole."""
+    targets = config.target_modules if isinstance(config.target_modules, list) else []
+    of_parameters = [name.rpartition(".")[0] for name in config.target_parameters or ()]
+    found = {module.removesuffix(".base_layer") for module in modules}
+    for target in (*targets, *of_parameters):
+        if not any(module == target or module.endswith(f".{target}") for module in found):
+            raise AdapterError(
+                f"{_CONFIG} names the target {target}, of which {_WEIGHTS} holds nothing: fetch the adapter again"
+            )
 
 
 def _made_for(config: AdapterConfig) -> str:

@@ -23,7 +23,7 @@ from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
-from llmservice_server.models.lora import Adaptable, AdapterSlots
+from llmservice_server.models.lora import Adaptables, AdapterSlots
 from llmservice_server.runtime.adapters import SlotStore
 from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel, checkpoint_pooling
 from llmservice_server.runtime.loader import Checkpoint
@@ -228,7 +228,9 @@ def _load(
             model = checkpoint.load(
                 dtype, backend.device, config.quantization, backend.keeps, max_model_len=config.max_model_len
             )
-            adaptables = Adaptable.all_of(model) if config.max_loras else []
+            adaptables = Adaptables.of(model) if config.max_loras else None
+            if adaptables is not None and config.lora_experts and not adaptables.experts:
+                raise ConfigError("lora_experts is set, but this model has no experts that adapters can change")
             backend.prepare(model)
             backend.release_memory()  # of what was converted
         with phases.phase("profiling"):
@@ -236,9 +238,16 @@ def _load(
             max_model_len = config.max_model_len or model.config.max_context
             graphs = backend.decode_path_bytes(model, max_num_seqs=config.most_seqs, max_model_len=max_model_len)
         slots, adapters = None, 0
-        if config.max_loras:
+        if adaptables is not None:
             with phases.phase("adapter slots"):
-                slots = AdapterSlots(adaptables, config.max_loras, config.max_lora_rank, model.dtype, model.device)
+                slots = AdapterSlots(
+                    adaptables,
+                    config.max_loras,
+                    config.max_lora_rank,
+                    model.dtype,
+                    model.device,
+                    with_experts=config.lora_experts,
+                )
             adapters = slots.nbytes
             if backend.shares_memory:  # one more is read at a time
                 adapters += slots.nbytes // slots.num_slots

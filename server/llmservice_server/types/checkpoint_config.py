@@ -205,7 +205,7 @@ class AdapterConfig(_File):
     def changes_more(self) -> list[str]:
         """The keys that are set which make it more than two factors for each module."""
         names = ["use_dora", "use_qalora", "modules_to_save", "layer_replication", "trainable_token_indices"]
-        names += ["target_parameters", "alora_invocation_tokens", "arrow_config"]
+        names += ["alora_invocation_tokens", "arrow_config"]
         return [name for name in names if getattr(self, name)]
 
 

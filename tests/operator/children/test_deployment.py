@@ -50,7 +50,7 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
 def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, sized: Sized, model: Model) -> None:
     on_cpu = service_of(
         model={"uri": "hf://org/tiny", "quantization": "int8", "cache": {"claimName": "cache"}},
-        engine={"prefixCaching": False, "swapSpaceGiB": 1, "maxLoras": 1},
+        engine={"prefixCaching": False, "swapSpaceGiB": 1, "maxLoras": 1, "loraExperts": True},
         lanes={"batchOrder": "sjf"},
     )
     on_gpu = service_of(resources={"gpu": {"product": "l4"}})
@@ -227,6 +227,7 @@ ENGINE_CHANGES: dict[str, dict[str, Any]] = {
     "swapSpaceGiB": {"swapSpaceGiB": 1},
     "maxLoras": {"maxLoras": 2},
     "maxLoraRank": {"maxLoras": 1, "maxLoraRank": 8},
+    "loraExperts": {"maxLoras": 1, "loraExperts": True},
 }
 POET = {"name": "poet", "uri": "hf://org/poet"}
 ROLLS: list[dict[str, Any]] = [
@@ -258,7 +259,7 @@ STAYS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def llama(model: Model) -> Model:
-    """Of a size that an L40S holds with little to spare, so that every figure matters."""
+    """Of a size that an L40S holds with little to spare, so that every figure matters; one layer has experts."""
     shape = replace(
         model.shape,
         layers=32,
@@ -270,6 +271,10 @@ def llama(model: Model) -> Model:
         vocab_size=128256,
         max_position_embeddings=8192,
         dtype="bfloat16",
+        num_experts=2,
+        experts_per_token=1,
+        moe_intermediate_size=14336,
+        dense_layers=31,
     )
     return replace(model, shape=shape)
 

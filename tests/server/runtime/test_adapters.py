@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from harness.quantized import merged
+from harness.families import FAMILIES, OTHERS, save
+from harness.quantized import merged, write_expert_adapter, write_gpt_oss
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.lora import SlotRows
-from llmservice_server.runtime.adapters import read_adapter
-from llmservice_server.runtime.startup import load_engine, model_runner
+from llmservice_server.runtime.adapters import Targets, read_adapter
+from llmservice_server.runtime.startup import load_engine, model_runner, start
 from llmservice_server.tiny.adapter import write_tiny_adapter
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from llmservice_server.types.errors import AdapterError
@@ -80,8 +81,8 @@ def serve(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[int
     return answers
 
 
-def prompt_of(length: int) -> list[int]:
-    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+def prompt_of(length: int, vocab: int = VOCAB) -> list[int]:
+    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 def is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> bool:
@@ -215,10 +216,51 @@ def test_ranks_and_scales_by_name_are_those_of_peft(folder: Path, tmp_path: Path
     engine = load_engine(EngineConfig(model=folder / "base", threads=1, max_loras=1, max_lora_rank=8))
     slots = model_runner(engine).adapters
     assert slots is not None
-    read = read_adapter(tmp_path, slots.modules, 8, torch.float32).modules
+    read = read_adapter(tmp_path, Targets(slots.modules, 8), torch.float32)
     assert read.keys() == expected.keys()
     assert all(torch.allclose(read[module].up, up) for module, up in expected.items())
     assert load(engine, "by name", tmp_path).error is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral, sharded",
+        "qwen3-moe",
+        "gpt-oss, sinks and experts with biases",
+        "gpt-oss in mxfp4",
+        "olmoe",
+        "glm4-moe",
+    ],
+)
+def test_adapters_of_experts_are_as_merged(tmp_path: Path, family: str) -> None:
+    if family == "gpt-oss in mxfp4":
+        folder, exact = write_gpt_oss(tmp_path)
+        base = merged(exact, None)
+    else:
+        folder = tmp_path / "base"
+        base = save((FAMILIES | OTHERS)[family], folder)
+    models = [base]
+    for rank, name in ((4, "stacked"), (8, "each")):
+        models.append(write_expert_adapter(tmp_path / name, base, stacked=name == "stacked", rank=rank))
+    settings = {"max_loras": 2, "max_lora_rank": 8, "max_model_len": 64, "dtype": "float32"}
+    started = start(EngineConfig(model=folder, threads=1, lora_experts=True, **settings))
+    assert started.adapters is not None
+    runner, prompt = started.runner, prompt_of(20, 193)
+    for slot, name in enumerate(("stacked", "each")):
+        started.adapters.put(slot, started.adapters.read(str(tmp_path / name)).result())
+    rows = [SlotRows(slot, slice(20 * (slot + 1), 20 * (slot + 2))) for slot in range(2)]
+    step = StepInput.of([(0, 20, [2 * number + 1, 2 * number + 2]) for number in range(3)], prompt * 3)
+    with torch.inference_mode():
+        hidden = runner.forward(step, rows)
+        logits = runner.model.logits(hidden).view(3, 20, -1)
+        for model, ours in zip(models, logits, strict=True):
+            expected = model(torch.tensor([prompt])).logits[0]
+            assert float(((ours - expected).abs().amax(-1) / expected.abs().amax(-1)).max()) < LOGIT_TOLERANCE
+    without = load_engine(EngineConfig(model=folder, threads=1, **settings))
+    for name in ("stacked", "each"):
+        message = str(load(without, name, tmp_path / name).error)
+        assert "start the server with --lora-experts (spec.engine.loraExperts), by which each slot takes" in message
 
 
 Tensors = dict[str, torch.Tensor]
@@ -227,6 +269,16 @@ DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 
 def _replace(tensors: Tensors, tensor: torch.Tensor) -> None:
     tensors[DOWN] = tensor
+
+
+def test_a_copy_of_the_base_s_head_is_left_out(folder: Path, tmp_path: Path) -> None:
+    """PEFT adds it where the head is a target."""
+    write_tiny_adapter(tmp_path, folder / "base", targets=("lm_head",))
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    for rows, message in ((VOCAB, "None"), (VOCAB + 1, "lm_head.base_layer.weight has the shape [513, 64], expected")):
+        head = {"base_model.model.lm_head.base_layer.weight": torch.zeros(rows, 64)}
+        save_file(tensors | head, tmp_path / "adapter_model.safetensors")
+        assert message in refusal(folder, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +351,7 @@ def test_a_pickle_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="is not a folder"):
-        read_adapter(tmp_path / "none", {}, 8, torch.float32)
+        read_adapter(tmp_path / "none", Targets({}, 8), torch.float32)
 
 
 def test_without_slots_every_adapter_is_refused(folder: Path) -> None:

@@ -43,7 +43,8 @@ class CpuExperts(Experts):
         num_blocks = next(each for each in gate_up if each is not None)[1][0]
         if num_blocks % 2:
             return None
-        return cls(experts.gate_up, experts.down, experts.activation, (gate_up, down), num_blocks // 2 * COLUMNS)
+        parts = experts.gate_up, experts.down, experts.activation, experts.alternates
+        return cls(*parts, (gate_up, down), num_blocks // 2 * COLUMNS)
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps

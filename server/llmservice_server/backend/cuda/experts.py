@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,13 +11,15 @@ import torch
 from llmservice_server.backend.base import LayerOps, Linear
 from llmservice_server.backend.cuda.kernels.one_token import experts_of_one_token
 from llmservice_server.backend.cuda.kernels.products import Tiled, can_multiply, grouped_product
-from llmservice_server.backend.cuda.kernels.routing import combine, route
-from llmservice_server.backend.experts import Experts, stack_of
+from llmservice_server.backend.cuda.kernels.routing import Routing, combine, route
+from llmservice_server.backend.experts import AdaptedRows, Experts, stack_of
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _FEW_ROWS, _MANY_ROWS = 16, 128
 """Of an expert, on average."""
+_ADAPTED_TOKENS = 512
+"""Of an adapter at a time: what it adds is memory that is not reserved."""
 
 
 def tile_rows(average: float) -> int:
@@ -76,7 +78,7 @@ class CudaExperts(Experts):
         gate_up, down = _Stack.of(experts.gate_up), _Stack.of(experts.down)
         if gate_up is None or down is None:
             return None
-        return cls(gate_up.views(), down.views(), experts.activation, stacks=(gate_up, down))
+        return cls(gate_up.views(), down.views(), experts.activation, experts.alternates, stacks=(gate_up, down))
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps
@@ -85,15 +87,58 @@ class CudaExperts(Experts):
         if len(hidden) == 1 and self.activation == "silu" and gate_up.is_dense and down.is_dense:
             matrices = gate_up.weights.values, down.weights.values
             return experts_of_one_token(hidden.contiguous(), chosen.contiguous(), weights.contiguous(), *matrices)
-        count = len(gate_up.weights.values)
-        routing = route(chosen, count, tile_rows(chosen.numel() / count))
+        return self.adapted(hidden, chosen, weights, ops, ())
+
+    def adapted(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps, rows: AdaptedRows
+    ) -> torch.Tensor:
+        """Implements `Experts.adapted`: rows of an adapter are sorted by expert again, apart from the others."""
+        gate_up, down = self.stacks
+        routing = self._routed(chosen)
+        changes = [
+            (part, own, _places_in(routing, own, part.start), change)
+            for all_rows, change in rows
+            if change is not None
+            for part in _parts(all_rows)
+            for own in [self._routed(chosen[part])]
+        ]
         products = grouped_product(hidden, routing, gate_up.weights, gate_up.biases, of_tokens=True)
+        for part, own, places, change in changes:
+            products.index_add_(0, places, _low_rank(hidden[part], own, change.gate_up, of_tokens=True))
         gated = ops.gated(products, self.activation)
-        return combine(grouped_product(gated, routing, down.weights, down.biases, of_tokens=False), routing, weights)
+        products = grouped_product(gated, routing, down.weights, down.biases, of_tokens=False)
+        for _, own, places, change in changes:
+            products.index_add_(0, places, _low_rank(gated[places], own, change.down, of_tokens=False))
+        return combine(products, routing, weights)
+
+    def _routed(self, chosen: torch.Tensor) -> Routing:
+        count = len(self.gate_up)
+        return route(chosen, count, tile_rows(chosen.numel() / count))
 
     @property
     def nbytes(self) -> int:
         return sum(stack.nbytes for stack in self.stacks)
+
+
+def _parts(rows: slice) -> Iterator[slice]:
+    for first in range(rows.start, rows.stop, _ADAPTED_TOKENS):
+        yield slice(first, min(first + _ADAPTED_TOKENS, rows.stop))
+
+
+def _places_in(routing: Routing, own: Routing, first: int) -> torch.Tensor:
+    """The row of `routing` of each row of `own`, which is of tokens from `first` on."""
+    pairs = torch.arange(own.num_pairs, device=own.tiles.device) if own.sources is None else own.sources
+    pairs = pairs + first * own.experts_of_a_token
+    return pairs if routing.places is None else routing.places[pairs]
+
+
+def _low_rank(
+    states: torch.Tensor, routing: Routing, factors: tuple[torch.Tensor, torch.Tensor], *, of_tokens: bool
+) -> torch.Tensor:
+    down, up = map(Tiled.dense, factors)
+    return grouped_product(
+        grouped_product(states, routing, down, None, of_tokens=of_tokens), routing, up, None, of_tokens=False
+    )
 
 
 def _format_of(weight: QuantizedWeight) -> tuple[object, ...]:

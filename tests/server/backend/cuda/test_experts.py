@@ -5,7 +5,7 @@ import torch
 
 from llmservice_server.backend.cuda.backend import TritonLayerOps
 from llmservice_server.backend.cuda.experts import CudaExperts
-from llmservice_server.backend.experts import Experts
+from llmservice_server.backend.experts import Experts, LowRankExperts
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 
@@ -36,6 +36,31 @@ def test_the_product_of_all_experts_agrees_with_the_loop(biases: bool, num_token
     weights, chosen = torch.rand(num_tokens, NUM_EXPERTS).topk(3)
     expected = loop(hidden, chosen, weights, TorchLayerOps())
     torch.testing.assert_close(product(hidden, chosen, weights, TritonLayerOps()), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 5), (5, 40, 9)])
+@pytest.mark.parametrize("biases", [False, True])
+def test_what_adapters_add_to_experts_agrees_with_the_loop(
+    monkeypatch: pytest.MonkeyPatch, biases: bool, sizes: tuple[int, ...]
+) -> None:
+    """The second has none."""
+    monkeypatch.setattr("llmservice_server.backend.cuda.experts._ADAPTED_TOKENS", 16)
+    loop = experts(biases=biases)
+    product = CudaExperts.of(loop)
+    assert product is not None
+    random, rank = torch.Generator().manual_seed(2), 4
+    shapes = (2 * rank, HIDDEN), (2 * WIDTH, 2 * rank), (rank, WIDTH), (HIDDEN, rank)
+    rows: list[tuple[slice, LowRankExperts | None]] = []
+    for number, size in enumerate(sizes):
+        change = LowRankExperts.of(torch.randn(NUM_EXPERTS, *shape, generator=random) / 8 for shape in shapes)
+        first = rows[-1][0].stop if rows else 0
+        rows.append((slice(first, first + size), None if number == 1 else change))
+    hidden = torch.randn(sum(sizes), HIDDEN, generator=random)
+    weights, chosen = torch.rand(sum(sizes), NUM_EXPERTS, generator=random).topk(3)
+    expected = loop.adapted(hidden, chosen, weights, TorchLayerOps(), rows)
+    assert not torch.allclose(expected, loop(hidden, chosen, weights, TorchLayerOps()))
+    ours = product.adapted(hidden, chosen, weights, TritonLayerOps(), rows)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_matrices_of_their_own_are_left_to_the_loop() -> None:
