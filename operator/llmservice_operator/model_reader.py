@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.locations import Figures, Model, ModelLocation, ModelSourceError, locate
 from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header
+from llmservice_planner.model_config import patched
 from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
 
@@ -54,7 +55,7 @@ class ModelReader:
         try:
             if location.kind == "file" and self._sees_files:
                 dtype = None if source.dtype == "auto" else source.dtype
-                return await asyncio.to_thread(_read_folder, location, dtype)
+                return await asyncio.to_thread(_read_folder, location, dtype, source.config_overrides)
             if source.shape is not None:
                 shape = ModelShape.from_fields(source.shape.model_dump(by_alias=True))
                 return Model(location, shape, figures_from="spec")
@@ -70,7 +71,7 @@ class ModelReader:
         if location.kind != "hf":
             return Figures("pod")
         try:
-            config = await self._hub_config(location)
+            config = patched(await self._hub_config(location), source.config_overrides)
             shape = ModelShape.from_config(config)
         except ModelSourceError as error:
             if error.reason == "ModelForbidden" and source.secret_ref is not None:
@@ -193,13 +194,13 @@ def _loaded_bytes(figures: Figures, dtype: str) -> int | None:
     return stored * DTYPE_BYTES[dtype] // DTYPE_BYTES[shape.dtype] if shape.why_not_counted else None
 
 
-def _read_folder(location: ModelLocation, dtype: str | None) -> Model:
+def _read_folder(location: ModelLocation, dtype: str | None, overrides: Mapping[str, Any] | None) -> Model:
     folder = Path(location.path)
     if not folder.is_dir():
         raise ModelSourceError(
             "ModelNotFound", f"there is no folder {folder} on the operator's machine: correct model.uri", lasting=False
         )
-    shape = ModelShape.from_folder(folder)
+    shape = ModelShape.from_folder(folder, overrides)
     read_by_pod = shape.why_not_counted and shape.quantization  # there are no headers
     loaded = weights_bytes(folder, dtype) if shape.counts is None else None
     return Model(location, shape, loaded, "pod" if read_by_pod else "config")

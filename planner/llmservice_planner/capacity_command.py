@@ -158,7 +158,10 @@ def _manifest(
     if asked.statistics is not None:
         least = replicas_for(quiet_rate(asked.statistics), best.capacity)
     expected = best.request.typical_tokens
-    return manifest(best, model.uri, targets, expected_tokens=expected, min_replicas=least, workload=workload)
+    document = manifest(best, model.uri, targets, expected_tokens=expected, min_replicas=least, workload=workload)
+    if model.overrides:
+        document["spec"]["model"]["configOverrides"] = dict(model.overrides)
+    return document
 
 
 def _render(

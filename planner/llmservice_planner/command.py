@@ -7,12 +7,14 @@ installed is not in the help: the operator's image, which has no torch, does not
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
+from typing import Any
 
 GROUP = "llmservice.commands"
 
@@ -108,6 +110,16 @@ def duration(text: str) -> float:
         if text.endswith(suffix):
             return positive(text.removesuffix(suffix), text, "a time such as 80ms") * seconds
     return positive(text, text, "a time such as 80ms")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 def positive(number: str, text: str, expected: str) -> float:

@@ -52,6 +52,18 @@ class _Values:
         return bool(value)
 
 
+def patched(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A JSON merge patch (RFC 7396): objects are merged, null removes a key, all else replaces."""
+    result = dict(config)
+    for key, value in (overrides or {}).items():
+        before = result.pop(key, None)
+        if isinstance(value, Mapping):
+            result[key] = patched(before if isinstance(before, Mapping) else {}, value)
+        elif value is not None:
+            result[key] = value
+    return result
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed `config.json` of a model folder. Raises `ShapeError` if it is missing or not a JSON object."""
     sidecar = folder / SIDECAR

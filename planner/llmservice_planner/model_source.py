@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmservice_planner.checkpoint import StoredTensor
+from llmservice_planner.model_config import patched
 from llmservice_planner.shape import ModelShape, ShapeError, weights_bytes
 
 GROUP = "llmservice.model_readers"
@@ -43,6 +44,8 @@ class ModelFigures:
     folder: Path | None = None
     stored_bytes: int | None = None
     """Of the weights of a model without a folder."""
+    overrides: Mapping[str, Any] | None = None
+    """Of its config.json."""
 
     def weights_bytes(self, dtype: str) -> int | None:
         """In memory as `dtype`, of a checkpoint that is not quantised; None: to be counted from the shape."""
@@ -51,30 +54,34 @@ class ModelFigures:
         return self.stored_bytes if dtype == self.shape.dtype else None
 
 
-def read_model(text: str) -> ModelFigures:
-    """Of a folder, a URI of `spec.model.uri`, or `org/name` on the Hugging Face hub. Raises `ShapeError`."""
+def read_model(text: str, overrides: Mapping[str, Any] | None = None) -> ModelFigures:
+    """Of a folder, a URI of `spec.model.uri`, or `org/name` on the Hugging Face hub. Raises `ShapeError`.
+
+    overrides: of its config.json, as `patched` takes them.
+    """
     scheme, separator, rest = text.partition("://")
     if not separator:
         if _REPOSITORY.fullmatch(text) and not Path(text).exists():
-            return _read_remote("hf", f"hf://{text}")
-        return _read_folder(Path(text))
+            return _read_remote("hf", f"hf://{text}", overrides)
+        return _read_folder(Path(text), overrides)
     if scheme == "file":
         if not rest.startswith("/"):
             raise ShapeError(f"{text} is not absolute, expected file:///path")
-        return _read_folder(Path(rest))
+        return _read_folder(Path(rest), overrides)
     if scheme in _IN_CLUSTER:
         raise ShapeError(
             f"{text} is {_IN_CLUSTER[scheme]}, which can't be read from here: give a copy of its config.json in a "
             "folder, or the dimensions in place of --model (plan: --shape; a manifest: spec.model.shape)"
         )
-    return _read_remote(scheme, text)
+    return _read_remote(scheme, text, overrides)
 
 
-def _read_folder(folder: Path) -> ModelFigures:
-    return ModelFigures(ModelShape.from_folder(folder), f"file://{folder.absolute()}", folder)
+def _read_folder(folder: Path, overrides: Mapping[str, Any] | None) -> ModelFigures:
+    shape = ModelShape.from_folder(folder, overrides)
+    return ModelFigures(shape, f"file://{folder.absolute()}", folder, overrides=overrides)
 
 
-def _read_remote(scheme: str, uri: str) -> ModelFigures:
+def _read_remote(scheme: str, uri: str, overrides: Mapping[str, Any] | None) -> ModelFigures:
     readers = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in readers:
         known = ", ".join(f"{name}://" for name in ("file", *sorted(readers)))
@@ -84,5 +91,6 @@ def _read_remote(scheme: str, uri: str) -> ModelFigures:
         figures = read(uri)
     except ModuleNotFoundError as error:
         raise ShapeError(f"{uri} needs {error.name} to be read: pip install 'llmservice[fetch]'") from error
-    shape = ModelShape.from_config(figures.config).counted(figures.config, figures.tensors)
-    return ModelFigures(shape, uri, stored_bytes=figures.weights_bytes)
+    config = patched(figures.config, overrides)
+    shape = ModelShape.from_config(config).counted(config, figures.tensors)
+    return ModelFigures(shape, uri, stored_bytes=figures.weights_bytes, overrides=overrides)

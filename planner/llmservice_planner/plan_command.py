@@ -16,7 +16,7 @@ import yaml
 from llmservice_planner.budget import Budget
 from llmservice_planner.capacity_command import add_traffic_arguments, is_asked, plan_capacity, weights_of
 from llmservice_planner.charts import NO_MATPLOTLIB, ChartError, check_path, has_matplotlib, write
-from llmservice_planner.command import Command, CommandError, duration, positive
+from llmservice_planner.command import Command, CommandError, duration, json_object, positive
 from llmservice_planner.curve import Curve, TypicalRequest, curve, curve_text, draw_curve, most_sequences
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.gpu import GIB, GPUS, Device, UnknownGPU, cpu_device, find_gpu
@@ -46,6 +46,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--shape", metavar="KEY=VALUE,…", help=f"the dimensions without a folder; keys: {', '.join(FIELD_NAMES)}"
+    )
+    parser.add_argument(
+        "--config-overrides",
+        type=json_object,
+        metavar="JSON",
+        help='of the model\'s config.json, as a JSON merge patch: {"rope_scaling": {"rope_type": "yarn", …}}',
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: the checkpoint's")
     parser.add_argument(
@@ -236,7 +242,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _model(args: argparse.Namespace) -> ModelFigures:
     if args.model is not None:
-        return read_model(args.model)
+        return read_model(args.model, args.config_overrides)
+    if args.config_overrides:
+        raise CommandError("--config-overrides are of --model's config.json: change --shape itself")
     if args.shape is None:
         raise CommandError("which model? give --model MODEL or --shape layers=32,hiddenSize=4096,…")
     figures = {}

@@ -13,7 +13,7 @@ from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, read_tensors, weights_bytes
 from llmservice_planner.encoders import is_encoder
 from llmservice_planner.families import FAMILIES
-from llmservice_planner.model_config import ShapeError, read_config, shape_fields
+from llmservice_planner.model_config import ShapeError, patched, read_config, shape_fields
 from llmservice_planner.quantization import (
     INT8_COLUMNS,
     Quantization,
@@ -136,9 +136,12 @@ class ModelShape:
         return replace(headless, encoder_parameters=headless.num_parameters + more)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelShape:
-        """From the `config.json` of a model folder, and its files' headers if need be. Raises `ShapeError`."""
-        config = read_config(folder)
+    def from_folder(cls, folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+        """From the `config.json` of a model folder, and its files' headers if need be. Raises `ShapeError`.
+
+        overrides: of config.json, as `patched` takes them.
+        """
+        config = patched(read_config(folder), overrides)
         shape = cls.from_config(config)
         return shape.counted(config, read_tensors(folder)) if shape.wants_headers else shape
 

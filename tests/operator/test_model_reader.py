@@ -149,6 +149,14 @@ async def test_a_hub_model_is_read_without_downloading_it(hub: str) -> None:
     assert (model.location.fetch_uri, model.location.hf_endpoint) == ("hf://org/good@main", hub)
 
 
+@pytest.mark.parametrize("uri", ["file:///tiny", "hf://org/good@main"])
+async def test_overrides_change_what_is_read(uri: str, models: Path, hub: str) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100_000}
+    model = await read({"uri": uri, "configOverrides": {"rope_scaling": yarn}}, hub, root=models)
+    assert model.shape is not None
+    assert model.shape.max_position_embeddings == 400_000
+
+
 async def test_files_of_another_type_say_nothing_of_the_loaded_size(hub: str) -> None:
     model = await read({"uri": "hf://org/good", "dtype": "bfloat16"}, hub)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmservice_planner.gpu import find_gpu
-from llmservice_planner.model_config import ShapeError
+from llmservice_planner.model_config import ShapeError, patched
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing_request import SizingError, SizingRequest
 
@@ -76,6 +76,23 @@ def test_sliding_layers_of_other_families_are_found_without_layer_types(
 ) -> None:
     changes = {"model_type": "cohere2", "num_hidden_layers": 8, "sliding_window": 4096, **keys}
     assert _shape(config_of("llama-3-8b"), **changes).sliding_layers == sliding
+
+
+@pytest.mark.parametrize(
+    ("config", "patch", "result"),
+    [
+        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+        ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
+        ({"a": "b"}, {"a": None}, {}),
+        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+        ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
+        ({"a": "b"}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
+        ({"a": "b"}, None, {"a": "b"}),
+    ],
+)
+def test_overrides_are_a_merge_patch(config: dict[str, Any], patch: dict[str, Any], result: dict[str, Any]) -> None:
+    """Examples of RFC 7396, appendix A."""
+    assert patched(config, patch) == result
 
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +219,20 @@ def test_adapters_take_memory_before_the_kv_cache(capsys: Capture) -> None:
     assert before["kv_pool_bytes"] - after["kv_pool_bytes"] == taken
     assert _plan(*given, *flags, "--lora-experts") == 2
     assert "lora_experts is set, but this model has no experts: leave it out" in capsys.readouterr().err
+
+
+def test_overrides_change_what_the_model_s_config_says(
+    capsys: Capture, config_of: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2.5-7b")))
+    yarn = json.dumps({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    given = ("--model", str(tmp_path), "--gpu", "h100", "--max-model-len", "131072", "-o", "json")
+    assert _plan(*given) == 2
+    capsys.readouterr()
+    assert _plan(*given, "--config-overrides", yarn) == 0
+    assert json.loads(capsys.readouterr().out)["max_model_len"] == 131072
+    assert _plan("--shape", SHAPE_8B, *given[2:], "--config-overrides", yarn) == 2
+    assert "--config-overrides are of --model's config.json" in capsys.readouterr().err
 
 
 def _sizing(path: Path, num_blocks: int, weights: int, step_s: float) -> Path:

@@ -197,7 +197,8 @@ def _service(args: argparse.Namespace) -> Service:
     services = [one for one in documents if isinstance(one, dict) and one.get("kind") == "LLMService"]
     if len(services) != 1:
         raise CommandError(f"{args.file} has {len(services)} LLMServices, expected one: give a file with one manifest")
-    figures = None if args.model is None else read_model(args.model)
+    overrides = services[0].get("spec", {}).get("model", {}).get("configOverrides")
+    figures = None if args.model is None else read_model(args.model, overrides)
     measured = None if args.latency is None else LatencyModel.read(args.latency)
     sized = sized_service(services[0], figures)
     return Service(sized, latency_of(sized, measured))

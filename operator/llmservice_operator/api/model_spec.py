@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
 
-from llmservice_operator.api.schema_model import SchemaModel, rules
+from llmservice_operator.api.schema_model import OPEN_OBJECT, SchemaModel, rules
 
 ObjectName = Annotated[
     str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)
@@ -143,6 +144,11 @@ class ModelSource(SchemaModel):
         description="What the server holds of the weights: as a quantised checkpoint stores them, where that is no"
         " slower (auto) or always (stored), in the dtype (dense), or int8, to which it quantises any checkpoint.",
     )
+    config_overrides: Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)] | None = Field(
+        None,
+        description="Of the checkpoint's config.json, as a JSON merge patch (RFC 7396): such as rope_scaling, for"
+        " contexts that YaRN stretches. A change replaces the pods.",
+    )
     secret_ref: SecretRef | None = Field(
         None, description="Secret with the token for a gated model; reaches only the init container that downloads."
     )
@@ -159,4 +165,9 @@ class ModelSource(SchemaModel):
     @property
     def identity(self) -> str:
         """Identifies the model: with another credential or cache it is still the same one."""
-        return self.uri if self.revision is None else f"{self.uri}@{self.revision}"
+        named = self.uri if self.revision is None else f"{self.uri}@{self.revision}"
+        return named if not self.config_overrides else f"{named} {self.overrides_json}"
+
+    @property
+    def overrides_json(self) -> str:
+        return json.dumps(self.config_overrides, sort_keys=True)

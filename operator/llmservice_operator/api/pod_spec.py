@@ -100,10 +100,10 @@ class ResourceClaim(SchemaModel):
 MANAGED_FLAGS = (
     "--model", "--served-model-name", "--port", "--metrics-port", "--max-model-len", "--max-num-seqs",
     "--default-lane", "--batch-order", "--kv-cache-memory", "--memory-limit", "--gpu-memory-utilization",
-    "--drain-timeout", "--start-record", "--dtype", "--expected-tokens", "--max-num-batched-tokens", "--block-size",
-    "--kv-cache-dtype", "--no-prefix-caching", "--swap-space-gib", "--threads", "--quantization", "--max-loras",
-    "--max-lora-rank", "--lora-experts", "--adapters-file", "--adapters-dir", "--compile-cache", "--gateway-keys",
-    "--audience",
+    "--drain-timeout", "--start-record", "--config-overrides", "--dtype", "--expected-tokens",
+    "--max-num-batched-tokens", "--block-size", "--kv-cache-dtype", "--no-prefix-caching", "--swap-space-gib",
+    "--threads", "--quantization", "--max-loras", "--max-lora-rank", "--lora-experts", "--adapters-file",
+    "--adapters-dir", "--compile-cache", "--gateway-keys", "--audience",
 )  # fmt: skip
 """Flags that the operator sets: `server_args` in children/deployment.py, from other fields of the spec."""
 _SETS = "arg == flag || arg.startsWith(flag + '=')"

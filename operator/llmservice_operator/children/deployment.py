@@ -144,7 +144,7 @@ def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
 
 def server_args(service: LLMService, sized: Sized) -> list[str]:
     """The flags of `llmservice serve`."""
-    engine = service.spec.engine
+    engine, model = service.spec.engine, service.spec.model
     args = [
         "serve",
         *("--model", sized.model.location.path),
@@ -153,8 +153,9 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--metrics-port", str(METRICS_PORT)),
         *("--default-lane", service.spec.default_lane),
         *(("--batch-order", order) if (order := service.spec.lanes.batch_order) != "fcfs" else ()),
-        *("--dtype", service.spec.model.dtype),
-        *(("--quantization", quantization) if (quantization := service.spec.model.quantization) != "auto" else ()),
+        *(("--config-overrides", model.overrides_json) if model.config_overrides else ()),
+        *("--dtype", model.dtype),
+        *(("--quantization", model.quantization) if model.quantization != "auto" else ()),
         *_sizing_args(service, sized),
         *("--block-size", str(engine.block_size)),
         *("--kv-cache-dtype", engine.kv_cache_dtype),
@@ -162,7 +163,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *(() if engine.prefix_caching else ("--no-prefix-caching",)),
         *(("--swap-space-gib", f"{engine.swap_space_gib:g}") if engine.swap_space_gib else ()),
         *adapter_args(service),
-        *kernel_args(service.spec.model),
+        *kernel_args(model),
     ]
     if isinstance(sized.device, GPU):
         return [*args, "--gpu-memory-utilization", str(engine.gpu_memory_utilization)]

@@ -21,7 +21,7 @@ _EXPLANATION_LIMIT = 8192
 
 def known_figures(status: ModelStatus | None, source: ModelSource) -> Figures | None:
     """The figures that the status has of this very model; None where there are none, or they are invalid."""
-    if status is None or (status.uri, status.revision) != (source.uri, source.revision):
+    if status is None or not is_of(status, source):
         return None
     if status.figures_from == "spec":  # they are read from spec.model.shape again
         return None
@@ -34,10 +34,17 @@ def known_figures(status: ModelStatus | None, source: ModelSource) -> Figures | 
     return Figures(status.figures_from, shape, status.weights_file_bytes)
 
 
+def is_of(status: ModelStatus, source: ModelSource) -> bool:
+    """Whether the status is of this very model."""
+    found, asked = ((one.uri, one.revision, one.config_overrides or {}) for one in (status, source))
+    return found == asked
+
+
 def model_status(source: ModelSource, model: Model, fetching: Fetching | None, code: str | None) -> ModelStatus:
     return ModelStatus(
         uri=source.uri,
         revision=source.revision,
+        config_overrides=source.config_overrides,
         figures_from=model.figures_from,
         shape=model.shape.to_fields() if model.shape else None,
         weights_file_bytes=model.weights_file_bytes,

@@ -68,7 +68,13 @@ from llmservice_operator.status.conditions import (
     stalled_verdict,
     while_fetching,
 )
-from llmservice_operator.status.model_status import expected_tokens, measured_status, model_status, sizing_status
+from llmservice_operator.status.model_status import (
+    expected_tokens,
+    is_of,
+    measured_status,
+    model_status,
+    sizing_status,
+)
 from llmservice_operator.status.prediction_status import measured_blocks, predictions_status
 from llmservice_planner.prediction_error import Prediction
 
@@ -256,7 +262,7 @@ def _model_code(service: LLMService, load: Load | None) -> str | None:
     if load is not None and load.model_code:
         return load.model_code
     before, source = service.status.model, service.spec.model
-    return before.code if before and (before.uri, before.revision) == (source.uri, source.revision) else None
+    return before.code if before and is_of(before, source) else None
 
 
 def _autoscaling(service: LLMService, outcome: Outcome, now: float) -> AutoscalingStatus:

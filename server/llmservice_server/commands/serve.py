@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import functools
+import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from llmservice_planner.command import Command, CommandError
+from llmservice_planner.command import Command, CommandError, json_object
+from llmservice_planner.model_config import patched
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.engine.config import EngineConfig, Flag, LaneName, ReasoningFormatName, ToolCallFormatName
-from llmservice_server.types.errors import ConfigError
+from llmservice_server.types.checkpoint_config import read_json_object
+from llmservice_server.types.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from llmservice_server.engine.admission_queue import QueueBound
@@ -43,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="folder of a checkpoint in Hugging Face's format")
+    add(
+        "--config-overrides",
+        type=json_object,
+        metavar="JSON",
+        help='of its config.json, as a JSON merge patch: {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, …}}',
+    )
     add(
         "--served-model-name",
         action="extend",
@@ -322,6 +334,9 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
         raise CommandError(
             f"{model} holds no config.json: --model expects a checkpoint in Hugging Face's format", status=1
         )
+    served_names = tuple(args.served_model_name or [model.resolve().name])
+    if args.config_overrides:
+        model = overridden(model, args.config_overrides)
     try:
         engine = EngineConfig(model=model, **{name: getattr(args, name) for name, _, _ in _settings()})
     except ConfigError as error:
@@ -338,7 +353,7 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
             "gateway instead, or set spec.access: direct"
         )
     config = ServeConfig(
-        served_model_names=tuple(args.served_model_name or [model.resolve().name]),
+        served_model_names=served_names,
         queue_bounds=_queue_bounds(args),
         default_lane=args.default_lane,
         max_queued_embeddings=args.max_queued_embeddings,
@@ -381,6 +396,21 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
     except ServeError as error:
         raise CommandError(str(error), status=error.status) from error
     return 0
+
+
+def overridden(model: Path, overrides: dict[str, Any]) -> Path:
+    """A folder with the files of `model` and its changed config.json; it lasts as long as this process."""
+    folder = Path(tempfile.mkdtemp(prefix="llmservice-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for path in model.iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path.absolute())
+    try:
+        config = patched(read_json_object(model / "config.json"), overrides)
+    except ModelLoadError as error:
+        raise CommandError(str(error), status=1) from error
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
 
 
 def _shape(model: Path) -> dict[str, Any] | None:

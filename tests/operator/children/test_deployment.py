@@ -49,7 +49,12 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
 
 def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, sized: Sized, model: Model) -> None:
     on_cpu = service_of(
-        model={"uri": "hf://org/tiny", "quantization": "int8", "cache": {"claimName": "cache"}},
+        model={
+            "uri": "hf://org/tiny",
+            "quantization": "int8",
+            "cache": {"claimName": "cache"},
+            "configOverrides": {"rope_scaling": None},
+        },
         engine={"prefixCaching": False, "swapSpaceGiB": 1, "maxLoras": 1, "loraExperts": True},
         lanes={"batchOrder": "sjf"},
     )
@@ -233,6 +238,7 @@ POET = {"name": "poet", "uri": "hf://org/poet"}
 ROLLS: list[dict[str, Any]] = [
     {"model": {"uri": "file:///tiny", "servedName": "other"}},
     {"model": {"uri": "file:///tiny", "dtype": "float16"}},
+    {"model": {"uri": "file:///tiny", "configOverrides": {"rope_scaling": {"factor": 2.0}}}},
     {"resources": {"gpu": {"product": "a100-40gb"}}},
     {"resources": {"gpu": {"product": "l40s"}, "requests": {"cpu": "2"}}},
     {"drainTimeout": "2m"},

@@ -19,7 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from harness.families import Family, save
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.commands import serve as serve_command
+from llmservice_server.engine.config import EngineConfig, Implementation
+from llmservice_server.runtime.startup import start
 
 LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
@@ -358,6 +362,33 @@ def test_durations_are_given_in_seconds_or_with_a_unit(text: str, seconds: float
 def test_values_that_mean_nothing_are_refused(arguments: tuple[str, str]) -> None:
     with pytest.raises(argparse.ArgumentError, match=arguments[0]):
         _parse(*arguments)
+
+
+def test_overrides_make_a_folder_with_another_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": None, "hidden_size": 64}))
+    (tmp_path / "1_Pooling").mkdir()
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    folder = serve_command.overridden(tmp_path, {"rope_scaling": yarn})
+    assert json.loads((folder / "config.json").read_text()) == {"rope_scaling": yarn, "hidden_size": 64}
+    assert (folder / "1_Pooling").is_dir()
+    with pytest.raises(argparse.ArgumentError, match="is no JSON object"):
+        _parse("--config-overrides", "[]")
+
+
+@pytest.mark.parametrize("code", ["own", "transformers"])
+def test_yarn_by_overrides_is_that_of_config_json(tmp_path: Path, code: Implementation) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    short = {"head_dim": 16, "max_position_embeddings": 64}
+    model = save(Family("qwen3", short | {"rope_parameters": {**yarn, "rope_theta": 10000.0}}), tmp_path / "stretched")
+    save(Family("qwen3", short), tmp_path / "published")
+    folder = serve_command.overridden(tmp_path / "published", {"rope_parameters": yarn})
+    started = start(EngineConfig(model=folder, implementation=code, dtype="float32", threads=1))
+    assert started.kv_cache.max_model_len == 256
+    tokens = [number * 7 % 193 for number in range(200)]
+    with torch.inference_mode():
+        hidden = started.runner.forward(StepInput.of([(0, 200, list(range(1, 14)))], tokens))
+        ours, expected = started.runner.model.logits(hidden), model(torch.tensor([tokens])).logits[0]
+    assert float(((ours - expected).abs().amax(-1) / expected.abs().amax(-1)).max()) < 1e-4
 
 
 def test_the_environment_names_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
