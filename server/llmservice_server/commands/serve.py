@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import atexit
 import functools
-import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,10 +14,8 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from llmservice_planner.command import Command, CommandError, json_object
-from llmservice_planner.model_config import patched
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.engine.config import EngineConfig, Flag, LaneName, ReasoningFormatName, ToolCallFormatName
-from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -328,6 +322,7 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
     from llmservice_server.ipc import json_log
     from llmservice_server.ipc.client import ENGINE_COMMAND
     from llmservice_server.text.chat_formats import FormatNames
+    from llmservice_server.text.model_folder import served_folder
 
     model: Path = args.model
     if not (model / "config.json").is_file():
@@ -335,8 +330,10 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
             f"{model} holds no config.json: --model expects a checkpoint in Hugging Face's format", status=1
         )
     served_names = tuple(args.served_model_name or [model.resolve().name])
-    if args.config_overrides:
-        model = overridden(model, args.config_overrides)
+    try:
+        model = served_folder(model, args.config_overrides)
+    except ModelLoadError as error:
+        raise CommandError(str(error), status=1) from error
     try:
         engine = EngineConfig(model=model, **{name: getattr(args, name) for name, _, _ in _settings()})
     except ConfigError as error:
@@ -396,21 +393,6 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
     except ServeError as error:
         raise CommandError(str(error), status=error.status) from error
     return 0
-
-
-def overridden(model: Path, overrides: dict[str, Any]) -> Path:
-    """A folder with the files of `model` and its changed config.json; it lasts as long as this process."""
-    folder = Path(tempfile.mkdtemp(prefix="llmservice-model-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for path in model.iterdir():
-        if path.name != "config.json":
-            (folder / path.name).symlink_to(path.absolute())
-    try:
-        config = patched(read_json_object(model / "config.json"), overrides)
-    except ModelLoadError as error:
-        raise CommandError(str(error), status=1) from error
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
 
 
 def _shape(model: Path) -> dict[str, Any] | None:

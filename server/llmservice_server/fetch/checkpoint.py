@@ -80,7 +80,7 @@ def _require_servable(where: str, names: list[str], *, adapter: bool) -> None:
     shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
     if shards and len(shards) < (expected := int(shards[0]["of"])):
         raise FetchError(f"{where} is incomplete: {len(shards)} of {expected} shards are there; upload the others")
-    if "tokenizer.json" not in names:
+    if not {"tokenizer.json", "tekken.json"} & {*names}:
         raise FetchError(f"{where} holds no tokenizer.json: save the model's fast tokenizer beside its weights")
 
 

@@ -24,6 +24,7 @@ from llmservice_server.backend.step_input import StepInput
 from llmservice_server.commands import serve as serve_command
 from llmservice_server.engine.config import EngineConfig, Implementation
 from llmservice_server.runtime.startup import start
+from llmservice_server.text.model_folder import served_folder
 
 LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
@@ -368,7 +369,7 @@ def test_overrides_make_a_folder_with_another_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": None, "hidden_size": 64}))
     (tmp_path / "1_Pooling").mkdir()
     yarn = {"rope_type": "yarn", "factor": 4.0}
-    folder = serve_command.overridden(tmp_path, {"rope_scaling": yarn})
+    folder = served_folder(tmp_path, {"rope_scaling": yarn})
     assert json.loads((folder / "config.json").read_text()) == {"rope_scaling": yarn, "hidden_size": 64}
     assert (folder / "1_Pooling").is_dir()
     with pytest.raises(argparse.ArgumentError, match="is no JSON object"):
@@ -381,7 +382,7 @@ def test_yarn_by_overrides_is_that_of_config_json(tmp_path: Path, code: Implemen
     short = {"head_dim": 16, "max_position_embeddings": 64}
     model = save(Family("qwen3", short | {"rope_parameters": {**yarn, "rope_theta": 10000.0}}), tmp_path / "stretched")
     save(Family("qwen3", short), tmp_path / "published")
-    folder = serve_command.overridden(tmp_path / "published", {"rope_parameters": yarn})
+    folder = served_folder(tmp_path / "published", {"rope_parameters": yarn})
     started = start(EngineConfig(model=folder, implementation=code, dtype="float32", threads=1))
     assert started.kv_cache.max_model_len == 256
     tokens = [number * 7 % 193 for number in range(200)]

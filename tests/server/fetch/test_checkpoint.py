@@ -133,6 +133,11 @@ def test_a_folder_that_cannot_be_served_is_refused(folder: Path, tmp_path: Path,
         fetch(f"file://{folder}", tmp_path / "model")
 
 
+def test_mistral_s_tokenizer_file_is_enough(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tekken.json")
+    assert "tekken.json" in fetch(f"file://{folder}", tmp_path / "model")
+
+
 def test_a_repository_without_all_shards_is_refused_before_the_download(hub: ModelHub, fetched: Fetched) -> None:
     del hub.files["model.safetensors"]
     hub.files |= {f"model-0000{shard}-of-00003.safetensors": b"weights" for shard in (1, 3)}
