@@ -246,13 +246,14 @@ def _scaled(builder: Any, vector: Any, scales: Any, dtype: Any) -> Any:
 
 
 def _row_kernel(num_rows: int) -> Any:
-    """A function `(hidden, packed, scales, sums)`: adds products of so many rows with `packed` `[lines, 64]` to `sums`.
+    """A function of the arguments of `typed`: adds products of so many rows with `packed` `[lines, 64]` to `sums`.
 
-    hidden: `[rows, lines of numbers]`, as `multiply` takes it. scales: `[groups, 64]`, which those of floats are
-    multiplied with. sums: float32 `[rows, 64]`. Numbers stay in registers.
+    hidden: `[rows, lines of numbers]`, as `multiply` takes it. scales: `[groups, 64]`. zeros: int8 `[groups, 64]`, or
+    none, and group_sums: float32 `[rows, groups]`, of `sum_groups`; not for floats. sums: float32 `[rows, 64]`. Numbers
+    and the sums of a group stay in registers.
     """
 
-    def typed(context: Any, hidden: Any, packed: Any, scales: Any, sums: Any) -> Any:
+    def typed(context: Any, hidden: Any, packed: Any, scales: Any, zeros: Any, group_sums: Any, sums: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             def address(argument: int, *index: Any) -> Any:
                 return llvm.element_address(context, builder, signature.args[argument], arguments[argument], *index)
@@ -265,7 +266,13 @@ def _row_kernel(num_rows: int) -> Any:
             )
             group_lines = builder.udiv(num_lines, num_groups)
             rows = [address(0, row, 0) for row in range(num_rows)]
-            places = [address(3, row, LANES * part) for row in range(num_rows) for part in range(VECTORS)]
+            places = [address(5, row, LANES * part) for row in range(num_rows) for part in range(VECTORS)]
+            num_zeros, *_ = cgutils.unpack_tuple(
+                builder, context.make_array(zeros)(context, builder, value=arguments[3]).shape
+            )
+            has_zeros = builder.icmp_signed(">", num_zeros, ir.Constant(num_zeros.type, 0))
+            added = llvm.splat(llvm.FLOAT, 0.0 if hidden.dtype == types.float32 else -float(_ADDED), LANES)
+            offset = cgutils.alloca_once_value(builder, added)
             zero = llvm.splat(llvm.FLOAT, 0.0, LANES)
             totals = [
                 cgutils.alloca_once_value(builder, llvm.load(builder, each, sums.dtype, LANES)) for each in places
@@ -274,6 +281,15 @@ def _row_kernel(num_rows: int) -> Any:
             start = address(1, 0, 0)
             with cgutils.for_range(builder, num_groups) as groups:
                 first = builder.mul(groups.index, group_lines)
+                for vector in range(0 if scales.dtype in _FLOAT_SCALES else VECTORS):
+                    builder.store(added, offset)
+                    with builder.if_then(has_zeros):
+                        bits = llvm.load(builder, address(3, groups.index, LANES * vector), zeros.dtype, LANES)
+                        builder.store(builder.fsub(added, builder.sitofp(bits, added.type)), offset)
+                    for row in range(num_rows):
+                        total = builder.load(builder.bitcast(address(4, row, groups.index), llvm.FLOAT.as_pointer()))
+                        several = llvm.broadcast(builder, total, LANES)
+                        builder.store(builder.fmul(several, builder.load(offset)), parts[row * VECTORS + vector])
                 with cgutils.for_range(builder, group_lines) as loop:
                     line = builder.add(first, loop.index)
                     eights = _vectors_of(builder, _line_of(builder, start, line, 4 * COLUMNS))
@@ -289,10 +305,8 @@ def _row_kernel(num_rows: int) -> Any:
                                 product = emit_product(builder, several, numbers[vector][place], builder.load(part))
                                 builder.store(product, part)
                 for vector in range(VECTORS):
-                    scale = llvm.splat(llvm.FLOAT, 1.0, LANES)
-                    if scales.dtype in _FLOAT_SCALES:
-                        bits = llvm.load(builder, address(2, groups.index, LANES * vector), scales.dtype, LANES)
-                        scale = llvm.bits_to_float32(builder, bits, scales.dtype)
+                    bits = llvm.load(builder, address(2, groups.index, LANES * vector), scales.dtype, LANES)
+                    scale = llvm.bits_to_float32(builder, bits, scales.dtype)
                     for part, total in zip(parts[vector::VECTORS], totals[vector::VECTORS], strict=True):
                         builder.store(llvm.fma(builder, builder.load(part), scale, builder.load(total)), total)
                         builder.store(zero, part)
@@ -300,7 +314,7 @@ def _row_kernel(num_rows: int) -> Any:
                 llvm.store(builder, builder.load(total), each)
             return context.get_dummy_value()
 
-        return types.void(hidden, packed, scales, sums), generate
+        return types.void(hidden, packed, scales, zeros, group_sums, sums), generate
 
     return intrinsic(typed)
 
@@ -309,19 +323,19 @@ _one, _two, _three, _four, _five, _six = map(_row_kernel, range(1, 7))
 
 
 @compiled_inner()
-def _add_few_rows(hidden: Any, packed: Any, scales: Any, sums: Any) -> None:
+def _add_few_rows(hidden: Any, packed: Any, scales: Any, zeros: Any, group_sums: Any, sums: Any) -> None:
     if len(hidden) == 1:
-        _one(hidden, packed, scales, sums)
+        _one(hidden, packed, scales, zeros, group_sums, sums)
     elif len(hidden) == 2:
-        _two(hidden, packed, scales, sums)
+        _two(hidden, packed, scales, zeros, group_sums, sums)
     elif len(hidden) == 3:
-        _three(hidden, packed, scales, sums)
+        _three(hidden, packed, scales, zeros, group_sums, sums)
     elif len(hidden) == 4:
-        _four(hidden, packed, scales, sums)
+        _four(hidden, packed, scales, zeros, group_sums, sums)
     elif len(hidden) == 5:
-        _five(hidden, packed, scales, sums)
+        _five(hidden, packed, scales, zeros, group_sums, sums)
     else:
-        _six(hidden, packed, scales, sums)
+        _six(hidden, packed, scales, zeros, group_sums, sums)
 
 
 @compiled_inner()
@@ -377,6 +391,12 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
     if _are_floats(scales):
         _float_columns(operand, weights[number], scales[number], (output_scales[outputs], bias[outputs]), columns)
         return
+    if len(operand) <= _FEW_ROWS:
+        few = np.zeros((len(operand), COLUMNS), np.float32)
+        of_columns = zeros[number] if len(zeros) else np.empty((0, COLUMNS), np.int8)
+        _add_few_rows(operand, weights[number], scales[number], of_columns, group_sums, few)
+        write_rows(few, few[0, :0], few[0], bias[outputs], columns)
+        return
     num_rows, num_groups = len(operand), scales.shape[1]
     width = operand.shape[1] // weights.shape[1]  # of a line, in the operand
     group_lines = weights.shape[1] // num_groups
@@ -390,11 +410,8 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
         for begin in range(group * group_lines, end, at_once):
             last = min(begin + at_once, end)
             inputs, lines = operand[:, begin * width : last * width], weights[number, begin:last]
-            if num_rows <= _FEW_ROWS:
-                _add_few_rows(inputs, lines, scales[number, group : group + 1], part)
-            else:
-                _expand(lines, numbers, scales[number, group])
-                add_products(inputs, numbers[: (last - begin) * width], part)
+            _expand(lines, numbers, scales[number, group])
+            add_products(inputs, numbers[: (last - begin) * width], part)
         for index in range(COLUMNS):
             scale[index] = to_float32(scales[number, group, index])
             offset[index] = _ADDED if are_packed(operand) else 0
@@ -413,7 +430,7 @@ def _float_columns(operand: Any, weights: Any, scales: Any, of_outputs: Any, pro
     """`int4_columns` of floats, `[lines, 64]` with scales `[groups, 64]`. of_outputs: scales and the bias, or none."""
     sums = np.zeros((len(operand), COLUMNS), np.float32)
     if len(operand) <= _FEW_ROWS:
-        _add_few_rows(operand, weights, scales, sums)
+        _add_few_rows(operand, weights, scales, np.empty((0, COLUMNS), np.int8), sums, sums)
     else:
         _add_many_rows(operand, weights, scales, sums)
     output_scales, bias = of_outputs
