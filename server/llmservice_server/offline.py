@@ -19,6 +19,7 @@ from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.request import why_refused
 from llmservice_server.ipc.client import EngineClient, EngineDeadError
 from llmservice_server.ipc.metrics import Metrics
+from llmservice_server.text.model_folder import served_folder
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.messages import GenerateRequest, Ready, SamplingParams, TokenLogprobs
@@ -107,10 +108,10 @@ class LLM:
     def __init__(self, model: str | Path, **settings: Any) -> None:
         from llmservice_server.runtime.startup import load_engine  # imports torch, which `AsyncLLM` does not need here
 
-        config = EngineConfig(model=Path(model), **settings)
+        config = EngineConfig(model=served_folder(Path(model)), **settings)
         self.tokenizer = Tokenizer.load(config.model, tokenizer_folder=config.tokenizer)
         self.engine = load_engine(config)
-        self.metrics = Metrics("llmservice_", config.model.name)
+        self.metrics = Metrics("llmservice_", Path(model).name)
         self.metrics.set_ready(self.engine.ready)
         self._ids = itertools.count()
 
@@ -161,9 +162,9 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, *, log_level: str = "warning", **settings: Any) -> None:
-        self._config = EngineConfig(model=Path(model), **settings)
+        self._config = EngineConfig(model=served_folder(Path(model)), **settings)
         self._log_level = log_level
-        self.metrics = Metrics("llmservice_", self._config.model.name)
+        self.metrics = Metrics("llmservice_", Path(model).name)
         self._ids = itertools.count()
 
     async def __aenter__(self) -> Self:

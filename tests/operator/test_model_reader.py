@@ -10,6 +10,7 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
+from pydantic import ValidationError
 from safetensors.numpy import save
 
 from llmservice_operator import model_reader
@@ -155,6 +156,14 @@ async def test_overrides_change_what_is_read(uri: str, models: Path, hub: str) -
     model = await read({"uri": uri, "configOverrides": {"rope_scaling": yarn}}, hub, root=models)
     assert model.shape is not None
     assert model.shape.max_position_embeddings == 400_000
+
+
+def test_overrides_that_are_nested_too_deep_are_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(900):  # json.dumps and `patched` recurse
+        deep = {"a": deep}
+    with pytest.raises(ValidationError, match="configOverrides is nested in more than 16 levels"):
+        ModelSource.model_validate({"uri": "hf://org/good", "configOverrides": deep})
 
 
 async def test_files_of_another_type_say_nothing_of_the_loaded_size(hub: str) -> None:

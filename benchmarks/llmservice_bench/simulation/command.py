@@ -197,11 +197,18 @@ def _service(args: argparse.Namespace) -> Service:
     services = [one for one in documents if isinstance(one, dict) and one.get("kind") == "LLMService"]
     if len(services) != 1:
         raise CommandError(f"{args.file} has {len(services)} LLMServices, expected one: give a file with one manifest")
-    overrides = services[0].get("spec", {}).get("model", {}).get("configOverrides")
-    figures = None if args.model is None else read_model(args.model, overrides)
+    figures = None if args.model is None else read_model(args.model, _overrides(services[0]))
     measured = None if args.latency is None else LatencyModel.read(args.latency)
     sized = sized_service(services[0], figures)
     return Service(sized, latency_of(sized, measured))
+
+
+def _overrides(manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """Those of a manifest that need not be valid."""
+    found: Any = manifest
+    for key in ("spec", "model", "configOverrides"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _trace(args: argparse.Namespace, service: Service) -> tuple[list[TraceRequest], float]:

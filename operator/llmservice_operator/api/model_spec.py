@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
 
 from llmservice_operator.api.schema_model import OPEN_OBJECT, SchemaModel, rules
 
@@ -88,6 +89,22 @@ class Shape(SchemaModel):
     )
 
 
+_MOST_LEVELS = 16
+
+
+def _shallow(overrides: dict[str, Any]) -> dict[str, Any]:
+    values: list[Any] = [overrides]
+    for _ in range(_MOST_LEVELS):
+        values = [inner for value in values if isinstance(value, dict | list) for inner in _inner(value)]
+    if values:
+        raise ValueError(f"configOverrides is nested in more than {_MOST_LEVELS} levels, which no config.json is")
+    return overrides
+
+
+def _inner(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
 _DOWNLOADED = "(self.uri.startsWith('hf://') || self.uri.startsWith('s3://'))"
 
 
@@ -144,7 +161,7 @@ class ModelSource(SchemaModel):
         description="What the server holds of the weights: as a quantised checkpoint stores them, where that is no"
         " slower (auto) or always (stored), in the dtype (dense), or int8, to which it quantises any checkpoint.",
     )
-    config_overrides: Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)] | None = Field(
+    config_overrides: Annotated[dict[str, Any], AfterValidator(_shallow), WithJsonSchema(OPEN_OBJECT)] | None = Field(
         None,
         description="Of the checkpoint's config.json, as a JSON merge patch (RFC 7396): such as rope_scaling, for"
         " contexts that YaRN stretches. A change replaces the pods.",

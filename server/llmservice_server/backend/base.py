@@ -236,7 +236,8 @@ class Model(Protocol):
     def modules(self) -> Sequence[Mapping[str, int]]:
         """Of each matrix, in the order of `map_linears`, the modules of the checkpoint that it is fused of.
 
-        With the outputs of each, in order; none where adapters cannot change the matrix.
+        With the outputs of each, in order; none where adapters cannot change the matrix. Those of experts are named
+        `….experts.NUMBER.PART`.
         """
 
     @property

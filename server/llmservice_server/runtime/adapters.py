@@ -177,7 +177,7 @@ class _Reader:
         """
         downs, gates, ups = (self._experts(experts, part) for part in ("down_proj", "gate_proj", "up_proj"))
         hidden, width = self._targets.modules[downs[0]]
-        outputs, inputs = (self._tensors.get_slice(names[side]).get_shape()[at] for side, at in (("B", 0), ("A", -1)))
+        outputs, inputs = (self._shape(names[side])[at] for side, at in (("B", 0), ("A", 1)))
         if (outputs, inputs) == (2 * width, hidden):
             size, part, halves = (outputs, inputs), "gate_up_proj", [gates, ups]
         else:
@@ -202,9 +202,8 @@ class _Reader:
         read = []
         for side, expected in (("A", [count * rank, size[1]]), ("B", [size[0], count * rank])):
             name = names[side]
-            given = self._tensors.get_slice(name)
-            shape = given.get_shape()
-            if (found := shape[0 if side == "A" else -1]) != count * rank:
+            given, shape = self._tensors.get_slice(name), self._shape(name)
+            if (found := shape[0 if side == "A" else 1]) != count * rank:
                 raise AdapterError(
                     f"{name} has the rank {found // count}, {_CONFIG} has {rank}: fetch the adapter again"
                 )
@@ -223,6 +222,12 @@ class _Reader:
                 raise AdapterError(f"{name} holds numbers that are not finite in {self._dtype}: train it again")
             read.append(tensor)
         return read[0], read[1]
+
+    def _shape(self, name: str) -> list[int]:
+        shape: list[int] = self._tensors.get_slice(name).get_shape()
+        if len(shape) != 2:
+            raise AdapterError(f"{name} has the shape {shape}, expected rows and columns: fetch the adapter again")
+        return shape
 
     def _refuse(self, module: str, name: str) -> NoReturn:
         if self._targets.lacking_bytes and ".experts" in module:

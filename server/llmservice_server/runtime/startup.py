@@ -255,6 +255,7 @@ def _load(
         raise OutOfMemoryError(
             f"the weights and a step of {config.step_tokens} tokens do not fit into the device's "
             f"{format_bytes(total)}: use a smaller model or lower max_num_batched_tokens"
+            + (", or fewer or smaller slots for adapters (max_loras, max_lora_rank)" if config.max_loras else "")
         ) from error
     return model, Memory(total, model.weight_bytes, activations, graphs, adapters, processes), slots
 

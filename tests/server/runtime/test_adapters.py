@@ -300,6 +300,11 @@ def test_a_copy_of_the_base_s_head_is_left_out(folder: Path, tmp_path: Path) -> 
             lambda tensors: _replace(tensors, torch.zeros(8, 96)),
         ),
         (
+            "has the shape [8], expected rows and columns: fetch the adapter again",
+            {},
+            lambda tensors: _replace(tensors, torch.zeros(8)),
+        ),
+        (
             "has no linear layer model.layers.9.mlp.down_proj",
             {},
             lambda tensors: tensors.update({DOWN.replace("0", "9"): tensors.pop(DOWN)}),

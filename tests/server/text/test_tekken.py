@@ -1,6 +1,7 @@
 """Mistral's tokenizer files. What prompts should be is written as mistral-common 1.13.1 writes them."""
 
 import base64
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,24 @@ def test_files_of_the_checkpoint_are_kept(tmp_path: Path) -> None:
     assert (served_folder(tmp_path, None) / "chat_template.jinja").read_text() == "{{ messages }}"
     (tmp_path / "tokenizer.json").write_text("{}")
     assert served_folder(tmp_path, None) == tmp_path
+
+
+def test_a_folder_of_a_killed_process_is_replaced_and_one_that_cannot_be_written_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder_of(tmp_path, "v11", [*SPECIAL])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr("llmservice_server.text.model_folder._NUMBERS", itertools.repeat(0))
+    (tmp_path / "tmp").mkdir()
+    first = served_folder(model)
+    (first / "left.json").touch()
+    assert served_folder(model) == first
+    assert not (first / "left.json").exists()
+    monkeypatch.setattr("llmservice_server.text.model_folder.from_tekken", lambda _: {"tokenizer.json": "{}"})
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(ModelLoadError, match=r"cannot be written .*: make room there, or set TMPDIR"):
+        served_folder(model)
 
 
 def test_other_versions_get_no_template(tmp_path: Path) -> None:
