@@ -164,7 +164,8 @@ class ModelSource(SchemaModel):
     config_overrides: Annotated[dict[str, Any], AfterValidator(_shallow), WithJsonSchema(OPEN_OBJECT)] | None = Field(
         None,
         description="Of the checkpoint's config.json, as a JSON merge patch (RFC 7396): such as rope_scaling, for"
-        " contexts that YaRN stretches. A change replaces the pods.",
+        " contexts that YaRN stretches. null removes a key; `kubectl apply` sends it only with --server-side. A change"
+        " replaces the pods.",
     )
     secret_ref: SecretRef | None = Field(
         None, description="Secret with the token for a gated model; reaches only the init container that downloads."
@@ -183,8 +184,9 @@ class ModelSource(SchemaModel):
     def identity(self) -> str:
         """Identifies the model: with another credential or cache it is still the same one."""
         named = self.uri if self.revision is None else f"{self.uri}@{self.revision}"
-        return named if not self.config_overrides else f"{named} {self.overrides_json}"
+        return named if self.overrides_json is None else f"{named} {self.overrides_json}"
 
     @property
-    def overrides_json(self) -> str:
-        return json.dumps(self.config_overrides, sort_keys=True)
+    def overrides_json(self) -> str | None:
+        """Of `config_overrides`; None where nothing is changed."""
+        return json.dumps(self.config_overrides, sort_keys=True) if self.config_overrides else None

@@ -108,7 +108,9 @@ ModelCode = Literal["own", "transformers"]
 class ModelStatus(SchemaModel):
     uri: str = Field(max_length=1024, description="The model that the rest is about.")
     revision: str | None = Field(None, max_length=128, description="Its revision, where the hub has several.")
-    config_overrides: Figures | None = Field(None, description="Those of spec.model, by which its figures differ.")
+    config_overrides: str | None = Field(
+        None, description="Those of spec.model, as JSON text: a merge patch of an object would lose its nulls."
+    )
     figures_from: Literal["spec", "config", "pod"] = Field(
         description="Where the model's figures come from: spec.model.shape, its config.json, or a pod."
     )

@@ -153,7 +153,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--metrics-port", str(METRICS_PORT)),
         *("--default-lane", service.spec.default_lane),
         *(("--batch-order", order) if (order := service.spec.lanes.batch_order) != "fcfs" else ()),
-        *(("--config-overrides", model.overrides_json) if model.config_overrides else ()),
+        *(("--config-overrides", model.overrides_json) if model.overrides_json else ()),
         *("--dtype", model.dtype),
         *(("--quantization", model.quantization) if model.quantization != "auto" else ()),
         *_sizing_args(service, sized),

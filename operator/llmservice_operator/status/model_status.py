@@ -36,15 +36,15 @@ def known_figures(status: ModelStatus | None, source: ModelSource) -> Figures | 
 
 def is_of(status: ModelStatus, source: ModelSource) -> bool:
     """Whether the status is of this very model."""
-    found, asked = ((one.uri, one.revision, one.config_overrides or {}) for one in (status, source))
-    return found == asked
+    found = status.uri, status.revision, status.config_overrides
+    return found == (source.uri, source.revision, source.overrides_json)
 
 
 def model_status(source: ModelSource, model: Model, fetching: Fetching | None, code: str | None) -> ModelStatus:
     return ModelStatus(
         uri=source.uri,
         revision=source.revision,
-        config_overrides=source.config_overrides,
+        config_overrides=source.overrides_json,
         figures_from=model.figures_from,
         shape=model.shape.to_fields() if model.shape else None,
         weights_file_bytes=model.weights_file_bytes,

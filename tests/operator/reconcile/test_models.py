@@ -76,6 +76,19 @@ async def test_a_restarted_operator_keeps_the_shape_and_the_pods(world: World, m
     }
 
 
+async def test_overrides_that_remove_a_key_are_remembered_as_they_are(world: World, manifest_of: Any) -> None:
+    """A null in an object of the status would be taken for a removal, and written again by every pass."""
+    model = {"uri": "pvc://weights/tiny", "configOverrides": {"rope_scaling": None}}
+    await world.create_service(manifest_of(model=model, engine={"maxModelLen": 512}))
+    await world.run_pass()
+    world.writes.clear()
+
+    await world.run_pass(after_s=5)
+
+    assert (await world.status())["model"]["configOverrides"] == '{"rope_scaling": null}'
+    assert world.writes == []
+
+
 async def test_a_servers_report_is_kept_after_its_end(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(**ON_A_VOLUME))
     await world.run_pass()

@@ -44,7 +44,7 @@ def test_it_is_remembered_that_only_a_pod_can_read_the_model() -> None:
         None,
         _status(uri="hf://org/other"),
         _status(revision="v2"),
-        _status(configOverrides={"rope_scaling": None}),
+        _status(configOverrides='{"rope_scaling": null}'),
         _status(figuresFrom="spec"),
         _status(shape=None),
         _status(shape={"layers": "many"}),
