@@ -19,8 +19,12 @@ settings.load_profile("untimed")
 
 TESTS = Path(__file__).parent
 E2E = TESTS.parent / "e2e"
-LONGEST = (TESTS / "operator" / "test_recovery.py", TESTS / "server")
-"""What computes longest comes first: short files fill the workers best at the end."""
+LONGEST = (
+    TESTS / "operator" / "test_recovery.py",
+    TESTS / "operator" / "framework" / "test_operator.py",
+    TESTS / "server",
+)
+"""What takes longest comes first: short files fill the workers best at the end."""
 FILES_BETWEEN = 9
 """Other files between two of `e2e`, which mostly wait: all at once they leave the cores idle."""
 PROCESSES = {"server", "start_server", "shared_server"}
