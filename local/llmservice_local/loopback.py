@@ -18,7 +18,13 @@ def free_port(wanted: int = 0) -> int:
     Raises `OSError` if the port, or every port, is in use.
     """
     if wanted:
-        return _free(wanted)
+        try:
+            return _free(wanted)
+        except OSError as error:
+            reason = str(error.strerror).lower()
+            raise OSError(
+                f"port {wanted} of 127.0.0.1: {reason}; name another one, or none for any free one"
+            ) from error
     start = secrets.randbelow(_COUNT)
     for step in range(_COUNT):
         port = _FIRST + (start + step) % _COUNT

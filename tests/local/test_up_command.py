@@ -146,11 +146,13 @@ async def test_manifest_that_is_refused_ends_it_with_the_reason(tmp_path: Path, 
     assert 'Pod "P_" is invalid: metadata.name' in output.decode()
 
 
-async def test_port_that_is_taken_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [("--no-gateway", "--api-port"), ("--gateway-port",)])
+async def test_port_that_is_taken_is_named(flags: tuple[str, ...]) -> None:
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        process = await start("--no-operator", "--no-gateway", "--api-port", str(port))
+        process = await start("--no-operator", *flags, str(port))
         output, _ = await process.communicate()
     assert process.returncode == 1
+    assert str(port) in output.decode()
     assert "address already in use" in output.decode()
