@@ -447,8 +447,8 @@ BY_LAYER, LATENTS = "gemma4, larger heads in layers without a window", "deepseek
 @pytest.mark.parametrize(
     ("family", "name", "quantization"),
     [
-        *((MIXTURE, name, "stored") for name in FORMATS),
-        *((family, "gptq, with zeros", "stored") for family in OTHERS if family != MIXTURE),
+        *((family, name, "stored") for family in (DENSE, MIXTURE) for name in FORMATS),
+        *((family, "gptq, with zeros", "stored") for family in OTHERS if family not in (DENSE, MIXTURE)),
         *((family, "gptq", each) for family in (DENSE, MIXTURE) for each in QUANTIZATIONS if each != "stored"),
         *((family, None, "int8") for family in (DENSE, MIXTURE, IN_ONE, TIED, TRANSPOSED, BY_LAYER, LATENTS)),
     ],
