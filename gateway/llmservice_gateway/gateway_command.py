@@ -8,15 +8,15 @@ import math
 import os
 from pathlib import Path
 
-from llmservice_planner.command import Command
+from llmservice_planner.command import Command, port
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8080, help="port to listen on; 0 takes a free one and logs it")
+    parser.add_argument("--port", type=port, default=8080, help="port to listen on; 0 takes a free one and logs it")
     parser.add_argument(
         "--metrics-port",
-        type=int,
+        type=port,
         default=8001,
         metavar="PORT",
         help="port of /metrics; the same as --port serves both there, 0 takes a free one and logs it",

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmservice_planner.command import Command, CommandError
+from llmservice_planner.command import Command, CommandError, port
 
 if TYPE_CHECKING:
     from llmservice_local.cluster import ClusterSettings, LocalCluster
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node-label", action="append", default=[], metavar="KEY=VALUE", help="label of the node; repeatable"
     )
     parser.add_argument("--models-root", type=Path, metavar="DIR", help="folder of file:/// models: file:///x is DIR/x")
-    parser.add_argument("--api-port", type=int, default=0, metavar="PORT", help="0 selects a free one")
-    parser.add_argument("--gateway-port", type=int, default=0, metavar="PORT", help="0 selects a free one")
+    parser.add_argument("--api-port", type=port, default=0, metavar="PORT", help="0 selects a free one")
+    parser.add_argument("--gateway-port", type=port, default=0, metavar="PORT", help="0 selects a free one")
     parser.add_argument(
         "--state-dir", type=Path, metavar="DIR", help="kubeconfig and logs (default: a temporary folder)"
     )

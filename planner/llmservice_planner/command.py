@@ -112,6 +112,13 @@ def duration(text: str) -> float:
     return positive(text, text, "a time such as 80ms")
 
 
+def port(text: str) -> int:
+    """Of TCP, from a flag; 0 stands for any free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port, expected 0 to 65535")
+    return int(text)
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)

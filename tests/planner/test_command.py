@@ -95,3 +95,12 @@ def test_an_entry_point_that_names_something_else_is_a_bug(install: Callable[...
     install(odd="NOT_A_COMMAND")
     with pytest.raises(TypeError, match="expected a Command"):
         main(["odd"])
+
+
+@pytest.mark.parametrize("command", ["up --api-port", "up --gateway-port", "gateway --port", "gateway --metrics-port"])
+@pytest.mark.parametrize("text", ["65536", "-1", "http"])
+def test_what_is_no_port_is_refused(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), text])
+    assert ended.value.code == 2
+    assert f"{text!r} is no port, expected 0 to 65535" in capsys.readouterr().err

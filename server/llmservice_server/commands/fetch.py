@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from llmservice_planner.command import Command, CommandError
+from llmservice_planner.command import Command, CommandError, port
 
 if TYPE_CHECKING:
     from llmservice_server.fetch.download import FetchOptions
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--progress-port",
-        type=int,
+        type=port,
         metavar="PORT",
         help="serve GET /progress there while fetching, on $LLMSERVICE_HOST (default: 0.0.0.0)",
     )

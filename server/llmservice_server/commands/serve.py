@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from llmservice_planner.command import Command, CommandError, json_object
+from llmservice_planner.command import Command, CommandError, json_object, port
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.engine.config import EngineConfig, Flag, LaneName, ReasoningFormatName, ToolCallFormatName
 from llmservice_server.types.errors import ConfigError, ModelLoadError
@@ -57,10 +57,10 @@ def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
         help="what clients put in `model`; several are aliases (default: the folder's name)",
     )
     add("--host", default=os.environ.get("LLMSERVICE_HOST", "0.0.0.0"), help="address to listen on, $LLMSERVICE_HOST")
-    add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one and logs it")
+    add("--port", type=port, default=8000, help="port to listen on; 0 takes a free one and logs it")
     add(
         "--metrics-port",
-        type=_port,
+        type=port,
         default=8001,
         metavar="PORT",
         help="port of /metrics; the same as --port serves both there, 0 takes a free one and logs it",
@@ -266,12 +266,6 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     return _integer(text, 0)
-
-
-def _port(text: str) -> int:
-    if (number := _integer(text, 0)) > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port, expected 0 to 65535")
-    return number
 
 
 def _integer(text: str, least: int) -> int:
