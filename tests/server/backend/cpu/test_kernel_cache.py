@@ -18,7 +18,7 @@ from numba.core.errors import TypingError
 from llmservice_server.backend import compile_cache
 from llmservice_server.backend.compile_cache import COMPILATIONS, Compilations
 from llmservice_server.backend.cpu import kernel_cache
-from llmservice_server.backend.cpu.compiled import compiled
+from llmservice_server.backend.cpu.compiled import compiled, compiled_inner
 from llmservice_server.backend.cpu.kernel_cache import KernelCache, Locks, forget_unused
 
 DAY_S = 86400.0
@@ -26,6 +26,13 @@ DAY_S = 86400.0
 
 def _twice(number: Any) -> Any:
     return 2 * number
+
+
+_twice_within = compiled_inner()(_twice)
+
+
+def _four_times(number: Any) -> Any:
+    return _twice_within(_twice_within(number))
 
 
 @pytest.fixture
@@ -62,6 +69,15 @@ def test_what_one_process_compiled_the_next_one_loads(folder: Path) -> None:
     assert _counts(_use) == (0, 2)
     assert COMPILATIONS.seconds == compiled_s
     assert len(_entries(folder)) == 2
+
+
+def test_what_a_kernel_calls_is_kept_as_a_part_of_it(folder: Path) -> None:
+    def use() -> None:
+        assert compiled()(_four_times)(3) == 12
+
+    assert _counts(use) == (1, 0)
+    assert _counts(use) == (0, 1)
+    assert len(_entries(folder)) == 1
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:40], lambda content: content[:-1] + b"?", lambda _: b""])
