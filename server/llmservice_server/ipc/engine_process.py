@@ -153,9 +153,12 @@ def main(make_engine: Callable[[EngineConfig], Engine | EncoderEngine] | None = 
 
 
 def _load(config: EngineConfig) -> Engine | EncoderEngine:
+    gc.disable()  # what imports make stays: to search it again and again takes a tenth of a start
     from llmservice_server.runtime.encoders import is_encoder, load_encoder  # imports torch, as the next one:
     from llmservice_server.runtime.startup import load_engine  # seconds, in which the parent answers
 
+    gc.freeze()
+    gc.enable()
     if is_encoder(config.model):
         return load_encoder(config)
     return load_engine(config)
