@@ -153,7 +153,7 @@ def main(make_engine: Callable[[EngineConfig], Engine | EncoderEngine] | None = 
 
 
 def _load(config: EngineConfig) -> Engine | EncoderEngine:
-    gc.disable()  # what imports make stays: to search it again and again takes a tenth of a start
+    gc.disable()  # most objects that imports make stay: searching them again and again delays the start
     from llmservice_server.runtime.encoders import is_encoder, load_encoder  # imports torch, as the next one:
     from llmservice_server.runtime.startup import load_engine  # seconds, in which the parent answers
 

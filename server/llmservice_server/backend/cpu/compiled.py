@@ -40,13 +40,16 @@ def compiled(signature: str | None = None, **options: Any) -> Callable[[F], F]:
     return decorate
 
 
-def compiled_inner(**options: Any) -> Callable[[F], F]:
+def compiled_inner(signature: str | None = None, **options: Any) -> Callable[[F], F]:
     """`compiled`, for a function that only compiled functions call: a call from Python ends the process.
 
-    It is optimised, and becomes machine code, in its callers alone. numba does both at each level, in half as much time
-    again.
+    It is optimised, and becomes machine code, as a part of its callers alone: numba does both at each level of calls,
+    which takes longer. With a signature it is left to numba, which makes the sampler faster.
     """
-    return lambda function: _dispatcher(function, no_cpython_wrapper=True, pipeline_class=_PartCompiler, **options)
+    options["no_cpython_wrapper"] = True
+    if signature is not None:
+        return compiled(signature, **options)
+    return lambda function: _dispatcher(function, pipeline_class=_InnerCompiler, **options)
 
 
 def _dispatcher(function: Callable[..., Any], **options: Any) -> Any:
@@ -60,32 +63,34 @@ def _dispatcher(function: Callable[..., Any], **options: Any) -> Any:
     )(function)
 
 
-class _Part(JITCodeLibrary):
-    """The code of a function that is linked into that of its callers."""
+class _InnerLibrary(JITCodeLibrary):
+    """The code of a function, as it is before the optimisation of the whole kernel."""
 
-    @property
-    def codegen(self) -> _Part:
-        return self
+    def _optimize_final_module(self) -> None:
+        """Done for the callers."""
 
-    def set_env(self, name: str, environment: Any) -> None:
-        """What numba gives a function that Python calls, at an address in its machine code."""
+    def _finalize_final_module(self) -> None:
+        """Done for the callers: no machine code is made."""
+        self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        """None, as of other functions without a wrapper for Python; asked for once all code is added."""
+        """numba asks once all code is added; it gets what it gets of other functions without a wrapper for Python."""
         self._ensure_finalized()  # type: ignore[no-untyped-call]
         return 0
 
-    def _optimize_final_module(self) -> None:
-        pass
+    @property
+    def codegen(self) -> _InnerLibrary:
+        """numba asks in order to call `set_env`."""
+        return self
 
-    def _finalize_final_module(self) -> None:
-        self._finalized = True
+    def set_env(self, name: str, environment: Any) -> None:
+        """numba would write the address of `environment` into the machine code; only calls from Python read it."""
 
 
-class _PartCompiler(Compiler):
+class _InnerCompiler(Compiler):
     def define_pipelines(self) -> Any:
         state = self.state
-        state.library = _Part(state.targetctx.codegen(), state.func_id.func_qualname)  # type: ignore[no-untyped-call]
+        state.library = _InnerLibrary(state.targetctx.codegen(), state.func_id.func_qualname)  # type: ignore[no-untyped-call]
         return super().define_pipelines()  # type: ignore[no-untyped-call]
 
 

@@ -81,7 +81,7 @@ def _argmax(bits: Any) -> int:
     return -1
 
 
-@compiled_inner()
+@compiled_inner("void(float32[::1], float32, float32, float32, float64[::1])")
 def _softmax_weights(row: Any, largest: Any, temperature: Any, min_p: Any, sums: Any) -> None:
     """Replace each logit by exp((logit - largest) / temperature), or by 0 below `min_p`; write the sum of each block.
 
@@ -178,7 +178,7 @@ def _floor_of_top_k(weights: Any, top_k: int) -> Any:
     return floor
 
 
-@compiled_inner()
+@compiled_inner("int64(float32[::1], int32[::1], int64, float64)")
 def _invert_kept(weights: Any, ids: Any, count: int, uniform: float) -> Any:
     """The token at which the cumulative weight of `ids[:count]` exceeds `uniform` times their sum."""
     total = 0.0
@@ -192,7 +192,7 @@ def _invert_kept(weights: Any, ids: Any, count: int, uniform: float) -> Any:
     return ids[count - 1]  # rounding must not go beyond the last
 
 
-@compiled_inner()
+@compiled_inner("int64(float32[::1], float64[::1], float64)")
 def _invert_all(weights: Any, sums: Any, uniform: float) -> int:
     """The same for all tokens, block by block."""
     wanted, cumulative, last = uniform * sums.sum(), 0.0, 0
@@ -214,7 +214,7 @@ def _invert_all(weights: Any, sums: Any, uniform: float) -> int:
     return last
 
 
-@compiled_inner()
+@compiled_inner("int64(float32[::1], float64[::1], float64, float64[::1], int32[::1])")
 def _choose_token(row: Any, parameters: Any, uniform: float, sums: Any, ids: Any) -> Any:
     temperature, top_k, top_p, min_p = parameters[0], int(parameters[1]), parameters[2], parameters[3]
     best = _argmax(row.view(np.int32))
@@ -237,10 +237,10 @@ def _choose_token(row: Any, parameters: Any, uniform: float, sums: Any, ids: Any
     return _invert_kept(row, ids, count, uniform)
 
 
-_mix64 = compiled_inner()(mix64)
+_mix64 = compiled_inner("uint64(uint64)")(mix64)
 
 
-@compiled_inner()
+@compiled_inner("float64(uint64, int64)")
 def _uniform(stream: Any, place: int) -> Any:
     """`sampling_batch.uniforms` of one position."""
     return (_mix64(stream + GOLDEN_GAMMA * np.uint64(place)) >> np.uint64(11)) * 2.0**-53
