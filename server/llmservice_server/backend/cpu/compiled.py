@@ -117,13 +117,18 @@ _INTP = cgutils.intp_t
 _KERNEL = ir.FunctionType(_VOID, [_BYTES.as_pointer(), _INTP.as_pointer(), _INTP.as_pointer(), _BYTES])
 """What numba's threading layer calls: addresses (the first is the first number), counts, steps, shared data."""
 _PARALLEL_FOR = ir.FunctionType(_VOID, [_BYTES] * 5 + [_INTP] * 3)
+_MOST_PARTS = 64
+"""Of a loop's numbers; more threads take numbers of the parts of others."""
+_PART = ir.ArrayType(_INTP, 8)  # the next number and the end; a cache line, which its thread does not share
+_NUM_PARTS, _PARTS, _FAILED = 1, 2, 3  # in the shared data, after the arguments
 
 
 def _for_each(context: Any, body: Any, count: Any, arguments: Any) -> Any:
     """Call `body(number, *arguments)`, a compiled function, for each number below `count`.
 
-    The threads of `use_threads` get successive numbers each. Raises MemoryError if a call raises: kernels raise nothing
-    else.
+    Each of the threads of `use_threads` has a part, of successive numbers. One that is done takes numbers of the
+    others: a core that other processes use, or whose other hyperthread is busy, is half as fast. Raises MemoryError if
+    a call raises: kernels raise nothing else.
     """
     numba.get_num_threads()  # starts the threads and loads the symbols that the code calls
     kinds = (types.unliteral(kind) for kind in arguments.types)
@@ -134,16 +139,28 @@ def _for_each(context: Any, body: Any, count: Any, arguments: Any) -> Any:
         library = context.active_code_library
         library.add_linking_library(compiled_body.library)
         library._reload_init.add(numba.get_num_threads)  # likewise if the code comes from the cache
-        shared = cgutils.alloca_once_value(builder, cgutils.make_anonymous_struct(builder, [packed, cgutils.false_bit]))
+        get_num_threads = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INTP, []), "get_num_threads")
+        num_threads = builder.call(get_num_threads, [])
+        most = _INTP(_MOST_PARTS)
+        num_parts = builder.select(builder.icmp_signed("<", num_threads, most), num_threads, most)
+        parts = cgutils.alloca_once(builder, _PART, size=_MOST_PARTS)
+        with cgutils.for_range(builder, num_parts, intp=_INTP) as loop:
+            ends = [
+                builder.sdiv(builder.mul(part, num_calls), num_parts)
+                for part in (loop.index, builder.add(loop.index, _INTP(1)))
+            ]
+            for place, end in enumerate(ends):
+                builder.store(end, builder.gep(parts, [loop.index, _INTP(place)]))
+        members = [packed, num_parts, parts, cgutils.false_bit]
+        shared = cgutils.alloca_once_value(builder, cgutils.make_anonymous_struct(builder, members))
         kernel = _kernel(context, builder.module, compiled_body.fndesc, shared.type)
         first = cgutils.alloca_once_value(builder, ir.Constant(_BYTES, None))
-        counts = cgutils.alloca_once_value(builder, num_calls)
+        counts = cgutils.alloca_once_value(builder, num_threads)
         step = cgutils.alloca_once_value(builder, _INTP(1))
         parallel_for = cgutils.get_or_insert_function(builder.module, _PARALLEL_FOR, "numba_parallel_for")
-        num_threads = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INTP, []), "get_num_threads")
         addresses = [builder.bitcast(value, _BYTES) for value in (kernel, first, counts, step, shared)]
-        builder.call(parallel_for, [*addresses, _INTP(0), _INTP(1), builder.call(num_threads, [])])
-        with cgutils.if_unlikely(builder, builder.load(_failed(builder, shared))):
+        builder.call(parallel_for, [*addresses, _INTP(0), _INTP(1), num_threads])
+        with cgutils.if_unlikely(builder, builder.load(_member(builder, shared, _FAILED))):
             context.call_conv.return_user_exc(builder, MemoryError, ("a kernel's thread has no memory left",))
         return context.get_dummy_value()
 
@@ -151,26 +168,39 @@ def _for_each(context: Any, body: Any, count: Any, arguments: Any) -> Any:
 
 
 def _kernel(context: Any, module: Any, body: Any, shared_kind: Any) -> ir.Function:
-    """What a thread runs: calls of `body` with the arguments in memory of type `shared_kind`."""
+    """What a thread runs: calls of `body` with the arguments in memory of type `shared_kind`.
+
+    The first number of the threading layer is the thread's part.
+    """
     kernel = ir.Function(module, _KERNEL, module.get_unique_name("kernel"))
     kernel.linkage = "internal"
     builder = ir.IRBuilder(kernel.append_basic_block())
-    starts, counts, _, data = kernel.args
-    first, count = builder.ptrtoint(builder.load(starts), _INTP), builder.load(counts)
-    shared = builder.bitcast(data, shared_kind)
-    arguments = cgutils.unpack_tuple(builder, builder.load(cgutils.gep_inbounds(builder, shared, 0, 0)))
+    starts, _, _, data = kernel.args
+    first, shared = builder.ptrtoint(builder.load(starts), _INTP), builder.bitcast(data, shared_kind)
+    arguments = cgutils.unpack_tuple(builder, builder.load(_member(builder, shared, 0)))
+    num_parts, parts = (builder.load(_member(builder, shared, place)) for place in (_NUM_PARTS, _PARTS))
     function = context.declare_function(module, body)
-    with cgutils.for_range(builder, count, intp=_INTP) as loop:
-        values = [builder.add(first, loop.index), *arguments]
+    with cgutils.for_range(builder, num_parts, intp=_INTP) as loop:
+        part = builder.srem(builder.add(first, loop.index), num_parts)
+        following, end = (builder.gep(parts, [part, _INTP(place)]) for place in (0, 1))
+        take, call, done = (builder.append_basic_block(name) for name in ("take", "call", "done"))
+        builder.branch(take)
+        builder.position_at_end(take)
+        number = builder.atomic_rmw("add", following, _INTP(1), "monotonic")
+        builder.cbranch(builder.icmp_signed("<", number, builder.load(end)), call, done)
+        builder.position_at_end(call)
+        values = [number, *arguments]
         status, _ = context.call_conv.call_function(builder, function, body.restype, body.argtypes, values)
         with cgutils.if_unlikely(builder, status.is_error):
-            builder.store(cgutils.true_bit, _failed(builder, shared))
+            builder.store(cgutils.true_bit, _member(builder, shared, _FAILED))
+        builder.branch(take)
+        builder.position_at_end(done)
     builder.ret_void()
     return kernel
 
 
-def _failed(builder: Any, shared: Any) -> Any:
-    return cgutils.gep_inbounds(builder, shared, 0, 1)
+def _member(builder: Any, shared: Any, place: int) -> Any:
+    return cgutils.gep_inbounds(builder, shared, 0, place)
 
 
 for_each: Any = intrinsic(_for_each)

@@ -30,6 +30,23 @@ def _refuse_one(count: int, refused: int) -> None:
     for_each(_refuse, count, (refused,))
 
 
+@compiled_inner()
+def _wait_for_the_others(number: int, done: Any, turns: Any) -> None:
+    """The first number is done when all others are, or after many turns."""
+    left = len(done) - 1
+    while number == 0 and left and turns[0]:
+        turns[0] -= 1
+        left = len(done) - 1
+        for each in done:
+            left -= each
+    done[number] = 1
+
+
+@compiled(nogil=True)
+def _do_all(done: Any, turns: Any) -> None:
+    for_each(_wait_for_the_others, len(done), (done, turns))
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 100])
 def test_every_number_is_called_once_with_all_arguments(length: int, num_threads: int) -> None:
@@ -47,3 +64,12 @@ def test_a_call_that_raises_fails_the_loop(refused: int) -> None:
 
 def test_a_loop_without_errors_raises_nothing() -> None:
     _refuse_one(10, 10)
+
+
+def test_a_thread_that_is_done_takes_the_numbers_of_one_that_waits() -> None:
+    if use_threads(2) < 2:
+        pytest.skip("needs two cores")
+    done, turns = np.zeros(100, np.int64), np.array([100_000_000])
+    _do_all(done, turns)
+    assert turns[0] > 0
+    assert done.all()
