@@ -183,7 +183,7 @@ def _decode_part(number: int, query: Any, cache: Any, decodes: Any, rule: Any, o
     decode_heads(query[row], cache, table, key_range, head_range, rule, output[row], shape)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _part_of(number: int, cache: Any, decodes: Any, window: int) -> Any:
     """Row and block table of a sequence; first and end of the keys that it sees; first and number of its key heads."""
     sequences, blocks, parts = decodes
@@ -213,7 +213,7 @@ def _rotate_and_decode_part(
     decode_heads(heads[row], cache, table, key_range, head_range, rule, output[row], shape)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def decode_heads(
     query: Any, cache: Any, table: Any, key_range: Any, head_range: Any, rule: Any, output: Any, shape: Any
 ) -> None:
@@ -338,7 +338,7 @@ def _attend_tile(
         _attend_tokens(query[rows, heads], cache[:, kv_head], table, (end, heads, rule), output[rows, heads], dtypes)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _attend_tokens(query: Any, cache: Any, table: Any, visible: Any, output: Any, dtypes: Any) -> None:
     """query, output: `[num_tokens, group, head_dim]`. cache: `[num_blocks, stored, block_size, head_dim]`. visible: the
     end of the last token's keys, the heads, and the rule."""
@@ -378,7 +378,7 @@ def _attend_tokens(query: Any, cache: Any, table: Any, visible: Any, output: Any
             target[index] = from_float32(sums[index // COLUMNS, row, index % COLUMNS] * inverse, target[index])
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _query_rows(query: Any, element: Any) -> Any:
     """`[num_tokens * group, head_dim]`, contiguous."""
     num_tokens, group, head_dim = query.shape

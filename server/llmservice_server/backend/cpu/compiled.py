@@ -40,16 +40,19 @@ def compiled(signature: str | None = None, **options: Any) -> Callable[[F], F]:
     return decorate
 
 
-def compiled_inner(signature: str | None = None, **options: Any) -> Callable[[F], F]:
+def compiled_inner(signature: str | None = None, *, owns_arrays: bool = False, **options: Any) -> Callable[[F], F]:
     """`compiled`, for a function that only compiled functions call: a call from Python ends the process.
 
     It is optimised, and becomes machine code, as a part of its callers alone: numba does both at each level of calls,
     which takes longer. With a signature it is left to numba, which makes the sampler faster.
+
+    One that allocates or returns arrays `owns_arrays`. The others count no references to arrays, which would be two
+    atomic instructions for each part that they take of one.
     """
     options["no_cpython_wrapper"] = True
     if signature is not None:
         return compiled(signature, **options)
-    return lambda function: _dispatcher(function, pipeline_class=_InnerCompiler, **options)
+    return lambda function: _dispatcher(function, pipeline_class=_InnerCompiler, _nrt=owns_arrays, **options)
 
 
 def _dispatcher(function: Callable[..., Any], **options: Any) -> Any:
@@ -151,6 +154,7 @@ def _for_each(context: Any, body: Any, count: Any, arguments: Any) -> Any:
             ]
             for place, end in enumerate(ends):
                 builder.store(end, builder.gep(parts, [loop.index, _INTP(place)]))
+        packed = _borrowed(context, builder, arguments, packed)
         members = [packed, num_parts, parts, cgutils.false_bit]
         shared = cgutils.alloca_once_value(builder, cgutils.make_anonymous_struct(builder, members))
         kernel = _kernel(context, builder.module, compiled_body.fndesc, shared.type)
@@ -165,6 +169,22 @@ def _for_each(context: Any, body: Any, count: Any, arguments: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(body, types.intp, arguments), generate
+
+
+def _borrowed(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """Arrays, in tuples or not, without the counts of references to them, which threads would wait for.
+
+    The caller holds the arrays until all threads are done.
+    """
+    if isinstance(kind, types.Tuple | types.UniTuple):
+        for place, part in enumerate(kind.types):
+            element = _borrowed(context, builder, part, builder.extract_value(value, place))
+            value = builder.insert_value(value, element, place)
+    elif isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value=value)
+        array.meminfo = cgutils.get_null_value(array.meminfo.type)
+        value = array._getvalue()
+    return value
 
 
 def _kernel(context: Any, module: Any, body: Any, shared_kind: Any) -> ir.Function:

@@ -200,7 +200,7 @@ def _multiply(inputs: Any, layer: int, dense: Any, scaled: Any, grouped: Any, pr
         multiply_int4(hidden, values, weights_at(addresses[layer], shape, like), of_groups, product)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _matrix_at(index: int, matrices: Any) -> Any:
     addresses, shape, like = matrices
     return weights_at(addresses[index], shape, like)
@@ -216,7 +216,7 @@ def prepare(rows: Any, scaled: Any, grouped: Any) -> None:
         sum_groups(states, by_row)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def columns(
     number: int, index: int, rows: Any, dense: Any, scaled: Any, grouped: Any, first: int, product: Any
 ) -> None:
@@ -243,7 +243,7 @@ def columns(
         int4_columns(number, (values, by_row), weights, of_groups, first, product)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def gated_columns(
     number: int, index: int, rows: Any, dense: Any, scaled: Any, grouped: Any, activation: int, gated: Any
 ) -> None:

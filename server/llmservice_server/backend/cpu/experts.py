@@ -130,7 +130,7 @@ def _place_of(number: int, sorting: Any, num_blocks: int) -> Any:
     return expert, number % num_blocks, slice(firsts[expert], firsts[expert + 1])
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _add_up(token: int, products: Any, places: Any, weights: Any, sums: Any) -> None:
     totals = np.zeros(sums.shape[1], np.float32)
     for place in range(weights.shape[1]):

@@ -378,7 +378,7 @@ def _product_columns(number: int, rows: Any, weights: Any, scaled: Any, product:
     int4_columns(number, rows, weights, scaled, number * COLUMNS, product)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, product: Any) -> None:
     """Write 64 columns of the product, from `64 * number` on, to `product` from its column `first` on.
 
@@ -425,7 +425,7 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
     write_rows(sums, sums[0, :0], sums[0], bias[outputs], columns)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _float_columns(operand: Any, weights: Any, scales: Any, of_outputs: Any, product: Any) -> None:
     """`int4_columns` of floats, `[lines, 64]` with scales `[groups, 64]`. of_outputs: scales and the bias, or none."""
     sums = np.zeros((len(operand), COLUMNS), np.float32)
@@ -441,7 +441,7 @@ def _float_columns(operand: Any, weights: Any, scales: Any, of_outputs: Any, pro
     write_rows(sums, sums[0, :0], sums[0], bias, product)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _add_many_rows(operand: Any, weights: Any, scales: Any, sums: Any) -> None:
     """Numbers of many groups are made at once."""
     width, group_lines = operand.shape[1] // len(weights), len(weights) // len(scales)

@@ -117,7 +117,7 @@ def _product_columns(number: int, quads: Any, row_scales: Any, weights: Any, sca
     int8_columns(number, (quads, row_scales), weights, scaled, number * COLUMNS, product)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def int8_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, product: Any) -> None:
     """Write 64 columns of the product, from `64 * number` on, to `product` from its column `first` on.
 

@@ -181,7 +181,7 @@ def _norm_and_multiply(hidden: Any, weight: Any, eps: Any, weights: Any, bias: A
     for_each(_rounded_columns, len(weights), (normed.view(weights.dtype), weights, bias, normed, product))
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _rounded_columns(number: int, hidden: Any, weights: Any, bias: Any, like: Any, product: Any) -> None:
     first = number * COLUMNS
     sums, rounded = np.empty((len(hidden), COLUMNS), np.float32), np.empty((len(hidden), COLUMNS), like.dtype)

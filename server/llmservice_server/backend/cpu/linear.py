@@ -304,7 +304,7 @@ def _pointer(context: Any, address: Any) -> Any:
     return types.voidptr(address), lambda _, builder, __, values: builder.inttoptr(values[0], llvm.BYTES)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def weights_at(address: int, shape: Any, like: Any) -> Any:
     """The array of `packed_memory` at `address`, with the dtype of `like`.
 
@@ -463,7 +463,7 @@ def add_products(hidden: Any, columns: Any, sums: Any) -> None:
         _add_in_strips(hidden, columns, sums)
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _add_in_strips(hidden: Any, columns: Any, sums: Any) -> None:
     """`add_products`, 16 columns at a time: a few lines are converted once for all rows, and stay in the core's cache.
 
@@ -574,7 +574,7 @@ def multiply(hidden: Any, weights: Any, bias: Any, product: Any) -> None:
         for_each(_linear_columns, len(weights), (hidden, weights, bias, product))
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _linear_columns(number: int, hidden: Any, weights: Any, bias: Any, product: Any) -> None:
     outputs = slice(number * COLUMNS, (number + 1) * COLUMNS)
     sums = np.empty((hidden.shape[0], COLUMNS), np.float32)

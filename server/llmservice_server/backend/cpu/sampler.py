@@ -246,7 +246,7 @@ def _uniform(stream: Any, place: int) -> Any:
     return (_mix64(stream + GOLDEN_GAMMA * np.uint64(place)) >> np.uint64(11)) * 2.0**-53
 
 
-@compiled_inner()
+@compiled_inner(owns_arrays=True)
 def _choose_part(
     part: int, logits: Any, parameters: Any, streams: Any, positions: Any, num_parts: int, token_ids: Any
 ) -> None:
