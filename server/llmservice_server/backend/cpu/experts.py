@@ -11,12 +11,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import LayerOps
+from llmservice_server.backend.base import LayerOps, Linear
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.decode import columns, gated_columns, kind_of, matrix_of, prepare, rows_of
 from llmservice_server.backend.cpu.layer_ops import ACTIVATIONS
 from llmservice_server.backend.cpu.linear import COLUMNS, FAST_ROWS, PackedLinear
 from llmservice_server.backend.cpu.llvm import as_array, from_float32, to_float32
+from llmservice_server.backend.cpu.tiles import TILE_ROWS
 from llmservice_server.backend.experts import Experts
 
 
@@ -51,11 +52,14 @@ class CpuExperts(Experts):
     ) -> torch.Tensor:
         if chosen.numel() > FAST_ROWS * len(self.down) and isinstance(self.down[0], PackedLinear):
             return Experts.__call__(self, hidden, chosen, weights, ops)
-        rows, products = (hidden.new_empty(chosen.numel(), hidden.shape[1]) for _ in range(2))
-        gated = hidden.new_empty(chosen.numel(), self.width)
+
+        def rows(width: int, linear: Linear) -> Any:
+            padding = 2 * TILE_ROWS if isinstance(linear, PackedLinear) else 0  # rows of a tile apart in the cache
+            return rows_of(hidden.new_empty(chosen.numel(), width + padding), linear)
+
         sums = hidden.new_empty(hidden.shape)
         firsts = np.zeros(len(self.down) + 1, np.int64)
-        scratch = rows_of(rows, self.gate_up[0]), rows_of(gated, self.down[0]), as_array(products), firsts
+        scratch = rows(hidden.shape[1], self.gate_up[0]), rows(self.width, self.down[0]), firsts
         arrays, activation = (as_array(hidden), chosen.numpy(), weights.numpy()), ACTIVATIONS.index(self.activation)
         gate_up, down = self.matrices
         _compute(*arrays, gate_up, down, activation, scratch, as_array(sums))
@@ -68,10 +72,11 @@ def _compute(
 ) -> None:
     """Write `Experts.__call__`'s result to `sums`. gate_up and down: of `matrix_of`. activation: of `ACTIVATIONS`.
 
-    scratch, with a row for each chosen expert of a token: `rows` `[num_rows, hidden_size]` and `gated` `[num_rows,
-    width]`, both of `rows_of`; `products`, of the shape of rows; and zeros, one more than there are experts.
+    scratch, with a row for each chosen expert of a token: `rows` `[num_rows, at least hidden_size]` and `gated`
+    `[num_rows, at least width]`, both of `rows_of`; and zeros, one more than there are experts.
     """
-    rows, gated, products, firsts = scratch
+    rows, gated, firsts = scratch
+    products = rows[0]  # the same memory, once they are multiplied
     places = np.empty(chosen.shape, np.int64)
     for token in range(chosen.shape[0]):
         for place in range(chosen.shape[1]):

@@ -440,10 +440,13 @@ _one, _two, _three, _four, _five, _six = (
 
 @compiled_inner()
 def multiply_columns(hidden: Any, columns: Any, sums: Any) -> None:
-    """Write the products of `hidden` with 64 columns of weights to `sums` `[num_rows, 64]`."""
+    """Write the products of `hidden` with 64 columns of weights to `sums` `[num_rows, 64]`.
+
+    `hidden` may have more lines than `columns`.
+    """
     sums[:] = 0
     for first_line in range(0, columns.shape[0], LINES_AT_ONCE):
-        lines = slice(first_line, first_line + LINES_AT_ONCE)
+        lines = slice(first_line, min(first_line + LINES_AT_ONCE, columns.shape[0]))
         add_products(hidden[:, lines], columns[lines], sums)
 
 
