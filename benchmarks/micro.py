@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from llmservice_server.ipc.environment import for_computing
+
+os.environ.update(for_computing(os.environ))  # before torch is imported, so that memory is allocated as in a server
 
 import torch
 
