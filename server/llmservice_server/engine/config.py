@@ -36,10 +36,11 @@ ToolCallFormatName = Literal[
     "granite",
     "deepseek_v3",
     "deepseek_v31",
+    "cohere",
     "llama3_json",
     "harmony",
 ]
-ReasoningFormatName = Literal["auto", "none", "think", "seed_oss", "mistral", "gemma", "harmony"]
+ReasoningFormatName = Literal["auto", "none", "think", "seed_oss", "mistral", "gemma", "cohere", "harmony"]
 
 
 @dataclass(frozen=True, slots=True)

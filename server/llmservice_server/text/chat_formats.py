@@ -76,7 +76,7 @@ _CALLS_BEGIN: Mapping[str, ToolCallFormatName] = {
     "<TOOLCALL>": "nemotron",
     "<|tool_call|>": "granite",
     "<｜tool▁calls▁begin｜>": "deepseek_v31",
-    "<|START_ACTION|>": "none",  # Command R7B's; it has the next one's words, too
+    "<|START_ACTION|>": "cohere",
     '"parameters": ': "llama3_json",
     "<|python_tag|>": "llama3_json",
 }
@@ -103,6 +103,8 @@ def _reasoning_format(template: str, vocabulary: Mapping[str, int]) -> Reasoning
         return "seed_oss"
     if TAGS["mistral"].begin in template:
         return "mistral"
+    if TAGS["cohere"].begin in template or TAGS["cohere"].opening[0] in template:
+        return "cohere"
     think = TAGS["think"]
     return "think" if think.begin in template or think.end in template or think.begin in vocabulary else "none"
 
@@ -120,6 +122,8 @@ class ChatFormats:
         markers += self._tags.markers if self._tags is not None else ()
         self._one_call = "single tool-call" in chat_template  # Llama 3.1's refuses a message with several
         self._kept = _ids(markers, vocabulary)
+        self._opening = _ids(self._tags.opening if self._tags is not None else (), vocabulary)
+        self._closing = _ids(self._tags.closing if self._tags is not None else (), vocabulary)
         self._tool_ids = _ids(self._tool_format.markers, vocabulary) if self._tool_format else {}
         ends = END_TOKENS.get(self.names.tool_calls, ()) + END_TOKENS.get(self.names.reasoning, ())
         self.end_token_ids = frozenset(_ids(ends, vocabulary).values())
@@ -134,8 +138,12 @@ class ChatFormats:
         return self._tool_format is None or bool(self._tool_format.trigger)
 
     def kept_tokens(self, *, calls: bool) -> dict[int, str]:
-        """The tokens that are part of an answer's text although they may be special, where it may have `calls`."""
-        return {token_id: marker for marker, token_id in (self._kept | (self._tool_ids if calls else {})).items()}
+        """Tokens by the text that is parsed of them, where an answer may have `calls`.
+
+        Some are kept although they may be special, and others dropped although they may be none.
+        """
+        kept = {token_id: marker for marker, token_id in (self._kept | (self._tool_ids if calls else {})).items()}
+        return kept | dict.fromkeys((self._opening | self._closing).values(), "")
 
     def beginning(self, prompt_end: str, continued: str | None) -> Beginning:
         """Where an answer begins. `prompt_end`: the prompt's last words; `continued`: the message that it continues."""
@@ -169,13 +177,17 @@ class ChatFormats:
 
     def behind_reasoning(self, grammar: str, beginning: Beginning) -> str:
         """The grammar of answers whose content is in `grammar`, with the reasoning before it."""
-        rules = LarkRules(self._kept)
+        rules = LarkRules(self._kept | self._opening)
         if beginning == "content":
             return grammar
         if self._is_harmony:
             return behind(grammar, rules.text(harmony_rules(rules, "@answer", (), beginning)))
         reasoning = "" if self._tags is None else self._tags.rules(rules, beginning)
-        return behind(grammar, rules.text(f"{reasoning} @answer"))
+        return behind(grammar, rules.text(f"{reasoning} {self._opened(rules)} @answer"))
+
+    def _opened(self, rules: LarkRules) -> str:
+        """The grammar of a token that may stand before an answer in text."""
+        return f"({' | '.join(map(rules.literal, self._opening))})?" if self._opening else ""
 
     def tool_grammar(
         self,
@@ -191,7 +203,7 @@ class ChatFormats:
         Unless `required`, an answer may also be text, with or without calls after it, or, where `otherwise` is a
         grammar, what that allows.
         """
-        rules = LarkRules(self._kept | self._tool_ids)
+        rules = LarkRules(self._kept | self._tool_ids | self._opening)
         answer = None if required else "" if otherwise is None else "@answer"
         if self._is_harmony:
             start = harmony_rules(rules, answer, tools, beginning)
@@ -201,7 +213,7 @@ class ChatFormats:
             reasoning = "" if self._tags is None else self._tags.rules(rules, beginning)
             several = parallel and not self._one_call
             start = self._tool_format.answer(rules, tools, answer, parallel=several, unless=unless)
-            start = f"{reasoning} ({start})" if reasoning else start
+            start = f"{reasoning} {'' if required else self._opened(rules)} ({start})" if reasoning else start
         text = rules.text(start)
         return lark_grammar(text) if otherwise is None else behind(otherwise, text)
 

@@ -89,7 +89,11 @@ class ChatTemplate:
         return _before_end(prompt) if options.continue_last else prompt
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """gpt-oss's template calls the reasoning `thinking`, and accepts no content between it and a call."""
+        """As the template reads it.
+
+        That of gpt-oss calls the reasoning `thinking`, and accepts no content between it and a call; that of Command
+        R7B calls it `tool_plan`.
+        """
         given = dict(message)
         if self._takes_parts:
             given["content"] = _as_parts(given["content"])
@@ -98,6 +102,8 @@ class ChatTemplate:
         hidden = given.get("content") and given.get("tool_calls")
         if "message.thinking" in self.source and "reasoning_content" in given and not hidden:
             given["thinking"] = given["reasoning_content"]
+        if "message.tool_plan" in self.source:
+            given["tool_plan"] = given.get("reasoning_content") or ""
         return given
 
     def _shows(self, content: object) -> bool:

@@ -70,6 +70,9 @@ class Tags:
     begin: str
     end: str
     markers: tuple[str, ...]
+    opening: tuple[str, ...] = ()
+    closing: tuple[str, ...] = ()
+    """Tokens before and behind an answer in text, which are no part of it."""
 
     @property
     def pattern(self) -> str:
@@ -92,6 +95,13 @@ TAGS = {
     "seed_oss": Tags("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
     "mistral": Tags("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
     "gemma": Tags("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+    "cohere": Tags(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|START_RESPONSE|>", "<|START_TEXT|>"),
+        ("<|END_RESPONSE|>", "<|END_TEXT|>"),
+    ),
 }
 """By the names of formats."""
 

@@ -216,7 +216,7 @@ class Tokenizer:
         if not kept.keys().isdisjoint(ids):
             runs = ((marker, list(run)) for marker, run in groupby(ids, kept.get))
             decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
-            return "".join(marker * len(run) if marker else decode(run) for marker, run in runs)
+            return "".join(decode(run) if marker is None else marker * len(run) for marker, run in runs)
         text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 

@@ -125,12 +125,15 @@ class ToolFormat(ABC):
 class JsonFormat(ToolFormat):
     """A call is `head` with the function's name, a JSON object of arguments, `tail`."""
 
+    number: str = ""  # before the call's number, which then stands before `head`
     head: str  # %s: the name
     tail: str = "}"
 
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
-        tail = f" {rules.literal(self.tail)}" if self.tail else ""
-        return f"{rules.literal(self.head % tool.name)} %json {json.dumps(with_white_space(tool.arguments))}{tail}"
+        head, tail = rules.literal(self.head % tool.name), f" {rules.literal(self.tail)}" if self.tail else ""
+        if self.number:
+            head = f"{rules.literal(self.number)} /[0-9]{{1,4}}/ {head}"
+        return f"{head} %json {json.dumps(with_white_space(tool.arguments))}{tail}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
         return JsonCallParser(self)
@@ -192,6 +195,16 @@ DEEPSEEK_V3 = replace(
     separator="\n<｜tool▁call▁begin｜>",
 )
 """R1's, too."""
+COHERE = JsonFormat(
+    name="cohere",
+    trigger="<|START_ACTION|>",
+    start="[\n    ",
+    number='{"tool_call_id": "',
+    head='", "tool_name": "%s", "parameters": ',
+    separator=",\n    ",
+    end="\n]<|END_ACTION|>",
+    markers=("<|START_ACTION|>", "<|END_ACTION|>"),
+)
 LLAMA3_JSON = JsonFormat(
     name="llama3_json",
     trigger="",
@@ -200,7 +213,7 @@ LLAMA3_JSON = JsonFormat(
     separator="; ",
     markers=("<|python_tag|>",),
 )
-JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31, LLAMA3_JSON)
+JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31, COHERE, LLAMA3_JSON)
 
 
 class ToolCallParser(ABC):
@@ -302,7 +315,8 @@ class JsonCallParser(ToolCallParser):
     """Passes arguments on as they arrive."""
 
     _HEAD = re.compile(
-        r"""(?: \{\s* "name"\s*:\s* "(?P<quoted>[\w.-]+)"\s*,\s* "(?:arguments|parameters)"\s*:
+        r"""(?: \{\s* (?:"name" | "tool_call_id"\s*:\s*"\w*"\s*,\s* "tool_name")\s*:\s* "(?P<quoted>[\w.-]+)"\s*,
+                \s* "(?:arguments|parameters)"\s*:
             | (?P<bare>[\w.-]+) (?:\[CALL_ID\]\w+)? \[ARGS\]
             | (?:function<｜tool▁sep｜>)? (?P<deepseek>[\w.-]+) (?:<｜tool▁sep｜>|\s*```json) ) \s* (?=\{)""",
         re.VERBOSE,

@@ -41,10 +41,12 @@ TEMPLATES = {
     "granite": "<|tool_call|> followed by a JSON list",
     "deepseek_v3": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}```json",
     "deepseek_v31": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}",
+    "cohere": '<|START_ACTION|>[{"tool_name": "{{ name }}", "parameters": {}}]',
     "llama3_json": "{'\"parameters\": '}",
     "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
     "think": "<think>",
     "mistral_think": "[THINK]",
+    "cohere_think": "<|START_THINKING|>",
     "none": "{{ messages }}",
 }
 HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -80,6 +82,10 @@ V3_NOW = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\
 V31_ADD = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
 V31_NOW = "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 DEEPSEEK = "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>"
+COHERE_ADD = '{"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}}'
+COHERE_NOW = '{"tool_call_id": "12", "tool_name": "now", "parameters": {}}'
+COHERE_BOTH = f"{COHERE_ADD},\n    {COHERE_NOW}"
+COHERE = "<|START_ACTION|>[\n    %s\n]<|END_ACTION|>"
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 HARMONY_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 
@@ -147,6 +153,11 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("deepseek_v31", "content", f"Hi{DEEPSEEK % (V31_ADD + V31_NOW)}", "Hi", "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("deepseek_v31", "content", DEEPSEEK[:-18] % (V31_ADD + V31_NOW[:29]), "", "", [("add", '{"a": 1}')]),
     ("deepseek_v31", "content", (DEEPSEEK % "nonsense"), DEEPSEEK % "nonsense", "", []),
+    ("cohere cohere_think", "open", f"<|START_THINKING|>Hm.<|END_THINKING|>{COHERE % COHERE_BOTH}", "", "Hm.",
+     [("add", '{"a": 1}'), ("now", "{}")]),
+    ("cohere cohere_think", "open", f"Well. {COHERE % COHERE_NOW}", "Well. ", "", [("now", "{}")]),
+    ("cohere", "content", COHERE[:-16] % COHERE_ADD[:-3], "", "", [("add", '{"a": ')]),
+    ("cohere", "content", "<|START_ACTION|>[]<|END_ACTION|>", "<|START_ACTION|>[]<|END_ACTION|>", "", []),
     ("llama3_json", "content", '{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}', "", "",
      [("add", '{"a": 1}'), ("now", "{}")]),
     ("llama3_json", "content", '<|python_tag|>{"name": "now", "parameters": {}}', "", "", [("now", "{}")]),
@@ -259,7 +270,8 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["deepseek_v31"], [], "deepseek_v31", "none"),
         (TEMPLATES["deepseek_v3"].replace("tools", "calls"), [], "none", "none"),
         (tiny_tokenizer.CHAT_TEMPLATE, [], "hermes", "none"),
-        ('<|START_ACTION|>[{"tool_name": "{{ name }}", "parameters": {}}]', [], "none", "none"),
+        (TEMPLATES["cohere"] + TEMPLATES["cohere_think"], ["<think>"], "cohere", "cohere"),
+        ("<|START_RESPONSE|>{{ content }}<|END_RESPONSE|>", [], "none", "cohere"),
         ("{{ messages }}", [], "none", "none"),
     ],
 )
@@ -298,9 +310,10 @@ def test_the_prompt_shows_where_the_answer_begins(
 
 
 ARGUMENTS = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
-THINK_MARKERS = TAGS["think"].markers
+THINK_MARKERS, COHERE_TAGS = TAGS["think"].markers, TAGS["cohere"]
 MARKERS = [*THINK_MARKERS, *HARMONY_MARKERS, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 MARKERS += [*TAGS["seed_oss"].markers, "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>"]
+MARKERS += [*COHERE_TAGS.markers, *COHERE_TAGS.opening, "<|START_ACTION|>", "<|END_ACTION|>"]
 MARKERS += ["</minimax:tool_call>", *ARGUMENTS, *TAGS["gemma"].markers, "<|tool_call>", "<tool_call|>", '<|"|>']
 LETTERS = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
 
@@ -341,6 +354,7 @@ CALLS = {
     "granite": CALL_LIST,
     "deepseek_v3": [V3_ADD, V3_NOW],
     "deepseek_v31": [V31_ADD, V31_NOW],
+    "cohere": [COHERE_ADD, COHERE_NOW],
     "llama3_json": ['{"name": "add", "parameters": {"a": 1}}', '{"name": "now", "parameters": {}}'],
     "harmony": [HARMONY_ADD, HARMONY_ADD.replace("add", "now").replace('{"a": 1}', "{}")],
 }
@@ -350,9 +364,12 @@ FINAL = "<|channel|>final<|message|>"
 def _join(name: str, calls: Sequence[str]) -> str:
     in_lines = ("hermes", "qwen3_coder", "seed_oss", "minimax_m2", "glm", "deepseek_v3")
     in_list = dict.fromkeys(("mistral", "nemotron", "granite"), ", ")
-    joined = {"llama3_json": "; ", **in_list, **dict.fromkeys(in_lines, "\n")}.get(name, "").join(calls)
+    joined = {"llama3_json": "; ", "cohere": ",\n    ", **in_list, **dict.fromkeys(in_lines, "\n")}.get(name, "").join(
+        calls
+    )
     around = {"mistral": "[TOOL_CALLS][%s]", "minimax_m2": "<minimax:tool_call>\n%s\n</minimax:tool_call>"}
     around |= {"nemotron": "<TOOLCALL>[%s]</TOOLCALL>", "granite": "<|tool_call|>[%s]"}
+    around["cohere"] = COHERE
     around |= dict.fromkeys(("deepseek_v3", "deepseek_v31"), DEEPSEEK)
     return around.get(name, "%s") % joined
 
@@ -396,6 +413,21 @@ def test_every_format_has_a_grammar_for_every_tool_choice(name: str, thinks: boo
             assert allowed(either, before + text, tokenizer) == expected
         assert allowed(chosen.behind_reasoning(schema, beginning), f"{before}{final}[1]", tokenizer)
         assert not allowed(chosen.behind_reasoning(schema, beginning), before + words, tokenizer)
+
+
+def test_tokens_around_an_answer_are_no_part_of_it_and_a_grammar_allows_them() -> None:
+    tokenizer, vocabulary = TOKENS
+    chosen = formats("cohere cohere_think", vocabulary)
+    kept = chosen.kept_tokens(calls=True)
+    assert kept[vocabulary["<|START_RESPONSE|>"]] == ""
+    assert kept[vocabulary["<|START_THINKING|>"]] == "<|START_THINKING|>"
+    schema = json_grammar({"type": "array"})
+    before = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>"
+    assert allowed(chosen.behind_reasoning(schema, "open"), f"{before}[1]", tokenizer)
+    for required in (True, False):
+        grammar = chosen.tool_grammar(TOOLS, "open", required=required, parallel=True)
+        assert allowed(grammar, f"{before}Words", tokenizer) != required
+        assert allowed(grammar, COHERE % COHERE_NOW, tokenizer)
 
 
 @pytest.mark.parametrize("in_tokens", [True, False], ids=["tokens", "letters"])

@@ -120,6 +120,8 @@ def test_reasoning_of_earlier_turns_has_the_name_that_the_template_reads() -> No
     turn = {"role": "assistant", "content": "b", "reasoning_content": "a"}
     assert ChatTemplate("{{ messages[0].reasoning_content }}", {}).render([turn]) == "a"
     assert ChatTemplate("{% for message in messages %}{{ message.thinking }}{% endfor %}", {}).render([turn]) == "a"
+    planned = ChatTemplate("{% for message in messages %}{{ message.tool_plan }}.{% endfor %}", {})
+    assert planned.render([turn, {"role": "user", "content": "b"}]) == "a.."
 
 
 PARTS = """{% for message in messages %}{{ message['role'] }}

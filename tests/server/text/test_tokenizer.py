@@ -222,6 +222,8 @@ def test_special_tokens_of_the_models_formats_are_part_of_the_text(model: Path, 
     detokenizer = tokenizer.detokenizer([], kept=tokenizer.formats.kept_tokens(calls=True))
     text = "".join(detokenizer.append([token_id]) for token_id in ids) + detokenizer.flush()
     assert text == "Grüße<tool_call><tool_call>\nxé"
+    dropping = tokenizer.detokenizer([], kept={tokenizer.encode("<tool_call>")[0]: "", 300: ""})
+    assert dropping.append([*ids, 300]) + dropping.flush() == "Grüße\nxé"
     assert tokenizer.decode(ids) == "Grüße\nxé"
 
 
