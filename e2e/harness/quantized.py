@@ -73,8 +73,9 @@ class Format:
     @property
     def weight_only(self) -> bool:
         groups = self.config.get("config_groups", {}).values()
-        inputs = [each["input_activations"] or {} for each in groups]  # of 4 bits: multiplied as they are
-        return self.config["quant_method"] != "fp8" and all(each.get("num_bits") != 8 for each in inputs)
+        inputs = [each["input_activations"] or {} for each in groups]  # in groups: multiplied as they are
+        rounded = (each.get("num_bits") == 8 and "group_size" not in each for each in inputs)
+        return self.config["quant_method"] != "fp8" and not any(rounded)
 
 
 def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, stored: str) -> Format:
@@ -137,6 +138,27 @@ def compressed_float4(kind: str, activations: dict[str, Any] | None) -> Format:
 
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     config = {"quant_method": "compressed-tensors", "format": f"{kind}-pack-quantized", "ignore": ["lm_head"]}
+    return Format({**config, "config_groups": {"group_0": group}}, quantize)
+
+
+def compressed_mxfp8() -> Format:
+    """By compressed-tensors, for activations that are rounded as well."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    rounded = {**weights, "dynamic": True, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        from compressed_tensors.compressors.base import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+        scale = (weight.unflatten(1, (-1, 32)).abs().amax(-1).log2().floor() - 8).exp2()
+        compressor = BaseCompressor.get_value_from_registry("mxfp8-quantized")
+        tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+        return tensors, compressor.decompress(tensors, scheme)["weight"]
+
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rounded}
+    config = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "ignore": ["lm_head"]}
     return Format({**config, "config_groups": {"group_0": group}}, quantize)
 
 
@@ -253,6 +275,7 @@ FORMATS = {
     "fp8 blocks of compressed-tensors": compressed(
         {**FP8, "strategy": "block", "block_structure": [128, 128]}, None, "float-quantized"
     ),
+    "mxfp8": compressed_mxfp8(),
     "mxfp4": compressed_float4("mxfp4", None),
     "nvfp4": compressed_float4("nvfp4", {**TOKEN, "num_bits": 4, "type": "float", "group_size": 16}),
     "nvfp4 of Model Optimizer": Format({"quant_method": "modelopt", "quant_algo": "NVFP4"}, modelopt_nvfp4),

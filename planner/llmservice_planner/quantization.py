@@ -1,8 +1,9 @@
 """How a checkpoint's matrices are quantised, from the `quantization_config` of its config.json, and their size.
 
 Read are compressed-tensors (https://github.com/vllm-project/compressed-tensors), DeepSeek's, AutoFP8's and Model
-Optimizer's fp8 (arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and floats of 4 bits:
-mxfp4 (OCP Microscaling Formats, section 5), in which gpt-oss has its experts, and NVFP4 (arXiv:2509.25149, section 2).
+Optimizer's fp8 (arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and floats in small
+groups: mxfp8 and mxfp4 (OCP Microscaling Formats, section 5), in which gpt-oss has its experts, and NVFP4
+(arXiv:2509.25149, section 2).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("auto", "dense", "int8", "stored")
 with 8-bit activations; as they are `stored`; or what is fastest on the device."""
 
 SUPPORTED = (
-    "compressed-tensors (8-bit integers, fp8, 4-bit integers, mxfp4, NVFP4), fp8 (one scale, or blocks), gptq (4 or 8 "
-    "bits), awq (4 bits, gemm), auto-round (as gptq and awq), modelopt (fp8, NVFP4), mxfp4 (the experts of gpt-oss)"
+    "compressed-tensors (8-bit integers, fp8, 4-bit integers, mxfp8, mxfp4, NVFP4), fp8 (one scale, or blocks), "
+    "gptq (4 or 8 bits), awq (4 bits, gemm), auto-round (as gptq and awq), modelopt (fp8, mxfp8, NVFP4), "
+    "mxfp4 (the experts of gpt-oss)"
 )
 SUFFIXES = frozenset({
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -36,7 +38,7 @@ _DENSE_BITS = 16
 _BEFORE_LAYERS = re.compile(r"^(model\.)?((language|text)_model\.)?(model\.)?")
 """Of a name, which is another one where the language model is loaded alone."""
 SIDECAR = "hf_quant_config.json"
-_FLOAT4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
+_FLOAT_GROUPS = {"mxfp4": 32, "nvfp4": 16, "mxfp8": 32}
 
 
 class QuantizationError(ValueError):
@@ -108,7 +110,12 @@ class WeightFormat:
     @property
     def is_nvfp4(self) -> bool:
         """Whether the scales are floats of 8 bits, which one of the matrix scales again; else powers of two (mxfp4)."""
-        return self.is_float4 and self.group == _FLOAT4_GROUPS["nvfp4"]
+        return self.is_float4 and self.group == _FLOAT_GROUPS["nvfp4"]
+
+    @property
+    def is_mxfp8(self) -> bool:
+        """Whether the scales of floats of 8 bits are powers of two, as the bits of an exponent."""
+        return self.kind == "float" and self.bits == 8 and self.rows == 1 and self.group == _FLOAT_GROUPS["mxfp8"]
 
     def shape_of(self, suffix: str, stored: tuple[int, int]) -> tuple[int, int]:
         """`[out, in]` of a matrix from its tensor of that suffix (weight, weight_packed, qweight) and shape."""
@@ -214,6 +221,7 @@ _USUAL = {
     "compressed-tensors": "compressed-tensors/int8/int8-activations",
     "mxfp4": "mxfp4/float4/1x32",
     "nvfp4": "modelopt/float4/1x16",
+    "mxfp8": "modelopt/float8/1x32",
 }
 
 
@@ -404,10 +412,14 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
-_NVFP4 = WeightFormat("modelopt", 4, "float", group=_FLOAT4_GROUPS["nvfp4"])
+_NVFP4 = WeightFormat("modelopt", 4, "float", group=_FLOAT_GROUPS["nvfp4"])
 """The group is not always stated, and sometimes another method's."""
 _MODELOPT = {
     "FP8": WeightFormat("fp8", 8, "float", None, activations="fp8", static=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat("fp8", 8, "float", activations="fp8"),
+    "FP8_PB": WeightFormat("fp8", 8, "float", 128, 128, activations="fp8"),
+    "FP8_PB_WO": WeightFormat("fp8", 8, "float", 128, 128),
+    "MXFP8": WeightFormat("modelopt", 8, "float", group=_FLOAT_GROUPS["mxfp8"]),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
 }
@@ -428,16 +440,21 @@ def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 def _modelopt_format(raw: Any) -> WeightFormat:
     algorithm = raw.get("quant_algo") if isinstance(raw, Mapping) else raw
-    if algorithm not in _MODELOPT:
+    form = _MODELOPT.get(str(algorithm).upper())
+    if form is None:
         raise QuantizationError(
             f"config.json: quantization_config.quant_algo is {algorithm!r}, expected one of {', '.join(_MODELOPT)}, or "
             "MIXED_PRECISION with quantized_layers of these"
         )
-    return _MODELOPT[algorithm]
+    return form
 
 
-_COMPRESSED_FLOAT4 = {f"{kind}-pack-quantized": group for kind, group in _FLOAT4_GROUPS.items()}
-_COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", *_COMPRESSED_FLOAT4)
+_COMPRESSED_FLOATS = {
+    f"{kind}-{'' if kind == 'mxfp8' else 'pack-'}quantized": (8 if kind == "mxfp8" else 4, group)
+    for kind, group in _FLOAT_GROUPS.items()
+}
+"""Bits and inputs of a group."""
+_COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", *_COMPRESSED_FLOATS)
 
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
@@ -461,9 +478,10 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 def _compressed_format(group: Mapping[str, Any], stored: str) -> WeightFormat:
     weights, inputs = group["weights"], group.get("input_activations")
-    if stored in _COMPRESSED_FLOAT4:  # activations are multiplied as they are, even if it was made to round them
-        inputs_of_scale = _number(weights, "group_size", (_COMPRESSED_FLOAT4[stored],))
-        return WeightFormat("compressed-tensors", 4, "float", group=inputs_of_scale)
+    if stored in _COMPRESSED_FLOATS:  # activations are multiplied as they are, even if it was made to round them
+        bits, inputs_of_scale = _COMPRESSED_FLOATS[stored]
+        expected = _number(weights, "group_size", (inputs_of_scale,))
+        return WeightFormat("compressed-tensors", bits, "float", group=expected)
     kind, bits = weights.get("type", "int"), _number(weights, "num_bits", (4, 8))
     if kind not in ("int", "float") or (kind == "float" and bits != 8):
         raise QuantizationError(

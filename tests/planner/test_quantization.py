@@ -28,6 +28,20 @@ def parsed(**raw: Any) -> QuantizationConfig:
         ),
         ({"quant_method": "fp8"}, "fp8/float8/tensor/fp8-activations"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8/float8/tensor/fp8-activations"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+            "fp8/float8/fp8-activations",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "fp8/float8/128x128"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "modelopt/float8/1x32"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "mxfp8-quantized",
+                "config_groups": {"a": {"weights": {**FLOAT4, "num_bits": 8, "group_size": 32}}},
+            },
+            "compressed-tensors/float8/1x32",
+        ),
         ({"quant_method": "mxfp4"}, "mxfp4/float4/1x32"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}, "gptq/int4/1x128"),
         (

@@ -274,29 +274,47 @@ def test_a_file_is_opened_a_few_times_however_many_tensors_it_has(
     assert 1 <= len(opened) <= 4
 
 
+def modelopt(algorithm: str) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+
+
 @both_codes
 @pytest.mark.parametrize(
-    ("method", "names", "apart"),
+    ("form", "method", "names", "apart"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, {}, False),
-        ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}, {}, True),
+        ("fp8, one scale", modelopt("FP8"), {}, False),
         (
+            "fp8, one scale",
+            {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+            {},
+            True,
+        ),
+        (
+            "fp8, one scale",
             {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
             {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"},
             False,
         ),
+        ("fp8 dynamic", modelopt("FP8_PER_CHANNEL_PER_TOKEN"), {}, False),
+        ("fp8 blocks", modelopt("FP8_PB"), {}, False),
+        ("fp8 blocks of compressed-tensors", modelopt("fp8_pb_wo"), {}, False),
+        ("mxfp8", modelopt("MXFP8"), {}, False),
     ],
-    ids=["Model Optimizer", "Model Optimizer, in a file of its own", "Ministral 3"],
+    ids=["one scale", "in a file of its own", "Ministral 3", "by output", "blocks", "blocks of weights", "mxfp8"],
 )
-def test_fp8_with_one_scale_is_read_as_it_is_published(
-    tmp_path: Path, code: Implementation, method: dict[str, Any], names: dict[str, str], apart: bool
+def test_floats_of_8_bits_are_read_as_others_publish_them(
+    tmp_path: Path, code: Implementation, form: str, method: dict[str, Any], names: dict[str, str], apart: bool
 ) -> None:
-    quantized, _ = write_both(tmp_path, FORMATS["fp8, one scale"])
+    quantized, _ = write_both(tmp_path, FORMATS[form])
     expected = logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored"))
     tensors = load_file(quantized / "model.safetensors")
     if apart:
         (tmp_path / "published").mkdir()
         (tmp_path / "published" / "hf_quant_config.json").write_text(json.dumps({"quantization": method}))
+    if method.get("quant_algo") == "FP8_PER_CHANNEL_PER_TOKEN":
+        tensors = {name: each[:, 0] if name.endswith("weight_scale") else each for name, each in tensors.items()}
+    if method.get("quant_algo") == "fp8_pb_wo":  # with dimensions of one between those of the blocks
+        tensors = {name: each[:, None, :, None] if "scale" in name else each for name, each in tensors.items()}
     renamed = {".".join(names.get(part, part) for part in name.split(".")): each for name, each in tensors.items()}
     published = write(tmp_path / "published", renamed, quantization_config=None if apart else method)
     assert torch.equal(logits(Checkpoint.open(published, code).load(torch.float32, CPU, "stored")), expected)

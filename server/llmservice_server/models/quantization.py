@@ -6,7 +6,7 @@ start (5 s), because it imports transformers; the tests compare with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -58,7 +58,7 @@ class _Tensors:
                 f"{', '.join(sorted(self._tensors)) or 'none of its tensors'}"
             )
         tensor = self._tensors[suffix]
-        if tuple(tensor.shape) != shape and not (tensor.numel() == 1 and shape in ((1,), (1, 1))):
+        if _without_ones(tensor.shape) != _without_ones(shape):
             raise ModelLoadError(
                 f"{self._name}.{suffix} has the shape {list(tensor.shape)}, {self._form} makes it {list(shape)}"
             )
@@ -69,6 +69,11 @@ class _Tensors:
 
     def fail(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self._name}: {problem} ({self._form})")
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    """Sizes that count: methods differ in whether they keep dimensions of one."""
+    return [size for size in shape if size != 1]
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,7 +89,7 @@ def _groups(form: WeightFormat, inputs: int, tensors: _Tensors) -> int:
 
 
 def _read_values(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> QuantizedWeight:
-    """compressed-tensors, and fp8."""
+    """compressed-tensors, fp8, and mxfp8."""
     outputs, inputs = shape
     groups = _groups(form, inputs, tensors)
     if form.method == "fp8":
@@ -112,9 +117,10 @@ def _read_values(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) 
     if form.rows is None:
         scales = tensors.take(scale_name, (1, 1), _FLOATS).expand(outputs, 1)
     else:
-        scales = tensors.take(scale_name, (-(-outputs // rows), groups), (*_FLOATS, torch.float8_e8m0fnu))
-        if scales.dtype == torch.float8_e8m0fnu:  # of 8 bits, powers of two
-            scales = scales.float()
+        bits = (torch.uint8,) if form.is_mxfp8 else ()
+        scales = tensors.take(scale_name, (-(-outputs // rows), groups), (*_FLOATS, torch.float8_e8m0fnu, *bits))
+        if scales.itemsize == 1:  # powers of two
+            scales = scales.view(torch.float8_e8m0fnu).float().bfloat16()
     if form.reordered:
         order, values = _sorted(tensors.take("weight_g_idx", (inputs,)), values, form, tensors)
     input_scale = None

@@ -7,7 +7,7 @@ from llmservice_server.backend.cuda.kernels.products import Tiled, quantized_pro
 from llmservice_server.backend.quantized import QuantizedWeight
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-FORMATS = ["int8", "int8, groups", "int4", "int4, zeros", "fp8", "fp8, blocks", "mxfp4", "nvfp4"]
+FORMATS = ["int8", "int8, groups", "int4", "int4, zeros", "fp8", "fp8, blocks", "mxfp8", "mxfp4", "nvfp4"]
 
 
 def weight_of(name: str, outputs: int, inputs: int) -> QuantizedWeight:
@@ -23,6 +23,8 @@ def weight_of(name: str, outputs: int, inputs: int) -> QuantizedWeight:
         scales = torch.rand(outputs, inputs // 16, generator=random).to(torch.float8_e4m3fn)
         by_output = 0.1 + torch.rand(outputs, 1, generator=random).double()
         return QuantizedWeight(values[:, ::2].to(torch.uint8), scales, group=16, output_scales=by_output)
+    if name == "mxfp8":
+        scales = scales.log2().floor().exp2().bfloat16()
     if "fp8" in name:
         return QuantizedWeight(values.float().to(torch.float8_e4m3fn), scales, rows=rows, group=group)
     zeros = torch.randint(-7, 8, size, generator=random).to(torch.int8) if "zeros" in name else None
