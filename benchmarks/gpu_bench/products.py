@@ -73,6 +73,15 @@ def _nvfp4(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(numbers, scales, group=16, output_scales=whole.double().expand(outputs, 1).contiguous())
 
 
+def _nf4(weight: torch.Tensor) -> QuantizedWeight:
+    """With a table of even steps, which takes as long as NF4's."""
+    outputs, inputs = weight.shape
+    groups, table = weight.float().view(outputs, inputs // 64, 64), torch.linspace(-1, 1, 16, device=weight.device)
+    scales = groups.abs().amax(-1)
+    places = ((groups / scales[..., None] + 1) * 7.5).round().flatten(1).to(torch.uint8)
+    return QuantizedWeight(places[:, ::2] | (places[:, 1::2] << 4), scales, group=64, table=table)
+
+
 def _float4(scaled: torch.Tensor) -> torch.Tensor:
     """The nearest numbers of 4 bits, two in a byte `[out, in / 2]`, of `[out, groups, group]`."""
     sizes = torch.bucketize(scaled.abs(), torch.tensor(_FLOAT4_BOUNDS, device=scaled.device))
@@ -87,6 +96,7 @@ FORMATS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "fp8 blocks": _fp8_blocks,
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
+    "nf4": _nf4,
 }
 
 

@@ -146,11 +146,13 @@ def launch_all(shape: Shape, *, has_fp8: bool) -> None:
         (four_bits, 128, torch.bfloat16),
         (four_bits, 32, torch.float8_e8m0fnu),
         (four_bits, 16, torch.float8_e4m3fn),
+        (four_bits, 64, torch.float32),  # NF4
         (eight_bits, None, torch.bfloat16),
     ):
         scales = torch.zeros(256, 1 if group is None else 4096 // group, dtype=torch.uint8).to(dtype)
         by_output = torch.zeros(256, 1, dtype=torch.float64) if group == 16 else None
-        weight = Tiled.of([QuantizedWeight(values, scales, group=group, output_scales=by_output)])
+        table = torch.zeros(16) if group == 64 else None
+        weight = Tiled.of([QuantizedWeight(values, scales, group=group, output_scales=by_output, table=table)])
         quantized_product(hidden.to(torch.bfloat16), weight, None)
         dequantized(weight, torch.bfloat16)
     if has_fp8:

@@ -256,6 +256,45 @@ def tensor_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.05)}, values.float() * scale
 
 
+def nf4_table() -> torch.Tensor:
+    """Quantiles of a normal distribution, and zero (arXiv:2305.14314, section 3)."""
+    sides = [torch.special.ndtri(torch.linspace(0.9677083, 0.5, size + 1)[:-1].double()) for size in (8, 7)]
+    numbers = torch.cat((sides[0], -sides[1], torch.zeros(1).double())).sort().values
+    return (numbers / numbers.max()).float()
+
+
+def nf4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """By bitsandbytes, whose scales are quantised as well."""
+    table, places = nf4_table().numpy(), np.linspace(-1, 1, 256, dtype=np.float32)
+    groups = weight.numpy().reshape(-1, 64)
+    scales = np.abs(groups).max(1)
+    offset = np.float32(scales.mean())
+    nested = np.pad(scales - offset, (0, -len(scales) % 256)).reshape(-1, 256)
+    largest = np.abs(nested).max(1)
+    stored = np.abs(nested[..., None] / largest[:, None, None] - places).argmin(-1)
+    scales = (places[stored] * largest[:, None]).reshape(-1)[: len(scales)] + offset
+    found = np.abs(groups[..., None] / scales[:, None, None] - table).argmin(-1).astype(np.uint8).reshape(-1, 2)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+    tensors = {
+        "weight": torch.from_numpy(found[:, :1] << 4 | found[:, 1:]),
+        "weight.absmax": torch.from_numpy(stored.reshape(-1)[: len(scales)].astype(np.uint8)),
+        "weight.quant_map": torch.from_numpy(table),
+        "weight.nested_absmax": torch.from_numpy(largest),
+        "weight.nested_quant_map": torch.from_numpy(places),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    exact = table[found].reshape(-1, 64) * scales[:, None]
+    return tensors, torch.from_numpy(exact.reshape(weight.shape))
+
+
+def bitsandbytes_int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    largest = weight.abs().amax(1)
+    values = (weight / largest[:, None] * 127).round().to(torch.int8)
+    tensors = {"weight": values, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, torch.from_numpy(values.numpy() * (largest.numpy() / np.float32(127))[:, None])
+
+
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {**INT8, "type": "float"}
 INT4 = {**INT8, "num_bits": 4, "strategy": "group", "group_size": 32}
@@ -287,6 +326,10 @@ FORMATS = {
     "gptq, reordered": gptq(4, 64, symmetric=True, reordered=True),
     "gptq, 8 bits": gptq(8, -1, symmetric=True),
     "auto-round": auto_round(),
+    "nf4": Format(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "load_in_8bit": False}, nf4
+    ),
+    "int8 of bitsandbytes": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_int8),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq, torch.float16
     ),

@@ -23,6 +23,7 @@ from llmservice_planner.quantization import (
     WeightFormat,
     is_quantized,
     matrices_bytes,
+    module_and_suffix,
 )
 
 LENGTH_BYTES = 8
@@ -128,7 +129,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 _VALUES = ("qweight", "weight_packed", "weight")
-_SCALES = ("weight_scale_inv", "weight_scale", "scales")
+_SCALES = ("weight_scale_inv", "weight_scale", "scales", "SCB")
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.layer)?$")
 """Of experts: few outputs, which decide too much to be rounded."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
@@ -175,6 +176,7 @@ class WeightCounts:
         quantization: QuantizationConfig | None,
         *,
         layers: int,
+        hidden_size: int,
         tied: bool,
         adapts_routers: bool = False,
     ) -> WeightCounts:
@@ -192,7 +194,7 @@ class WeightCounts:
                 if form is None or len(values.shape) != 2:
                     dense[suffix] = values
                 else:
-                    outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]))
+                    outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]), hidden_size)
                     counts.update(_adapted(module, outputs, inputs))
                     if _OF_LATENTS.search(module):
                         counts["other_parameters"] += outputs * inputs
@@ -237,7 +239,7 @@ def _modules(tensors: Mapping[str, StoredTensor], layers: int) -> Iterator[tuple
     """Those that the language model loads, with their tensors by suffix."""
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        module, _, suffix = name.rpartition(".")
+        module, suffix = module_and_suffix(name)
         modules[module][suffix] = tensor
     is_part = any(LANGUAGE_MODEL.match(module) for module in modules)
     for module, parts in modules.items():

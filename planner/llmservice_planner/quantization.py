@@ -3,7 +3,7 @@
 Read are compressed-tensors (https://github.com/vllm-project/compressed-tensors), DeepSeek's, AutoFP8's and Model
 Optimizer's fp8 (arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and floats in small
 groups: mxfp8 and mxfp4 (OCP Microscaling Formats, section 5), in which gpt-oss has its experts, and NVFP4
-(arXiv:2509.25149, section 2).
+(arXiv:2509.25149, section 2). bitsandbytes has 4 bits that are looked up in a table (NF4, arXiv:2305.14314, section 3).
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ with 8-bit activations; as they are `stored`; or what is fastest on the device."
 SUPPORTED = (
     "compressed-tensors (8-bit integers, fp8, 4-bit integers, mxfp8, mxfp4, NVFP4), fp8 (one scale, or blocks), "
     "gptq (4 or 8 bits), awq (4 bits, gemm), auto-round (as gptq and awq), modelopt (fp8, mxfp8, NVFP4), "
-    "mxfp4 (the experts of gpt-oss)"
+    "bitsandbytes (8-bit integers, NF4), mxfp4 (the experts of gpt-oss)"
 )
 SUFFIXES = frozenset({
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
     *("weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale"),
     *("activation_scale", "qweight", "qzeros", "scales", "g_idx"),
+    *("SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"),
+    *("weight.nested_absmax", "weight.nested_quant_map"),
 })  # fmt: skip
 """Of the tensors of one matrix in a checkpoint, besides its bias."""
+_IN_WEIGHT = ".weight."
+"""Before the last part of a suffix that has several."""
 INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many outputs at a time
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 _NVFP4_BYTES_PER_OUTPUT = 8  # the matrix's scale in float64
+_NF4_GROUP, _NF4_SCALE_BYTES = 64, 4
 _DENSE_BITS = 16
 _BEFORE_LAYERS = re.compile(r"^(model\.)?((language|text)_model\.)?(model\.)?")
 """Of a name, which is another one where the language model is loaded alone."""
@@ -51,7 +56,7 @@ class WeightFormat:
 
     method: str
     bits: int
-    kind: Literal["int", "float"] = "int"
+    kind: Literal["int", "float", "nf"] = "int"
     rows: int | None = 1
     group: int | None = None
     symmetric: bool = True
@@ -64,7 +69,7 @@ class WeightFormat:
     """Whether a group's inputs are not adjacent (GPTQ's `desc_act`)."""
 
     def __str__(self) -> str:
-        name = f"{'fp' if self.kind == 'float' else 'int'}{self.bits}"
+        name = f"{'fp' if self.kind == 'float' else self.kind}{self.bits}"
         size = "" if self.group is None else f", {'groups' if self.rows == 1 else 'blocks'} of {self.group}"
         activations = "" if self.activations is None else f", {self.activations} activations"
         return f"{self.method} ({name}{size}{activations})"
@@ -90,7 +95,7 @@ class WeightFormat:
         return cls(
             match["method"],
             int(match["bits"]),
-            "float" if match["kind"] == "float" else "int",
+            "float" if match["kind"] == "float" else "nf" if match["kind"] == "nf" else "int",
             None if match["tensor"] else int(match["rows"] or 1),
             None if group is None else int(group),
             symmetric=match["zeros"] is None,
@@ -117,9 +122,14 @@ class WeightFormat:
         """Whether the scales of floats of 8 bits are powers of two, as the bits of an exponent."""
         return self.kind == "float" and self.bits == 8 and self.rows == 1 and self.group == _FLOAT_GROUPS["mxfp8"]
 
-    def shape_of(self, suffix: str, stored: tuple[int, int]) -> tuple[int, int]:
-        """`[out, in]` of a matrix from its tensor of that suffix (weight, weight_packed, qweight) and shape."""
+    def shape_of(self, suffix: str, stored: tuple[int, int], hidden_size: int) -> tuple[int, int]:
+        """`[out, in]` of a matrix from its tensor of that suffix (weight, weight_packed, qweight) and shape.
+
+        Of NF4 only their product is known: one of them is taken for the model's `hidden_size`, the inputs.
+        """
         rows, columns = stored
+        if self.kind == "nf":
+            return 2 * rows * columns // hidden_size, hidden_size
         packing = 32 // self.bits
         if self.is_float4:  # two in a byte
             return rows, 2 * columns
@@ -136,6 +146,8 @@ class WeightFormat:
         order = 4 * inputs if self.reordered else 0
         if self.is_float4:
             scale_bytes, order = 1, outputs * _NVFP4_BYTES_PER_OUTPUT if self.is_nvfp4 else 0
+        if self.kind == "nf":
+            scale_bytes = _NF4_SCALE_BYTES
         return outputs * inputs * self.bits // 8 + scales * (scale_bytes + (not self.symmetric)) + order
 
     @property
@@ -151,12 +163,13 @@ class WeightFormat:
     def held_as(self, wanted: Quantization, *, on_cpu: bool) -> Quantization:
         """`wanted`, or what the server chooses on the device: `dense`, `int8` or `stored`.
 
-        A CPU has fast products of 4-bit numbers and, with AVX-512 VNNI, of 8-bit integers that were made for them.
+        A CPU has fast products of 4-bit integers and floats and, with AVX-512 VNNI, of 8-bit integers that were made
+        for them.
         """
         if on_cpu and wanted in ("auto", "stored") and self.is_int8_product:
             return "int8"
         if wanted == "auto":
-            return "dense" if on_cpu and self.bits > 4 else "stored"
+            return "dense" if on_cpu and (self.bits > 4 or self.kind == "nf") else "stored"
         return wanted
 
 
@@ -202,6 +215,15 @@ def with_sidecar(config: dict[str, Any], sidecar: Mapping[str, Any] | None) -> d
     return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
 
 
+def module_and_suffix(name: str) -> tuple[str, str]:
+    """A tensor's name in two parts, of which the second is one of `SUFFIXES` if the matrix is quantised."""
+    module, mark, rest = name.partition(_IN_WEIGHT)
+    if mark and f"weight.{rest}" in SUFFIXES:
+        return module, f"weight.{rest}"
+    module, _, suffix = name.rpartition(".")
+    return module, suffix
+
+
 def is_quantized(suffixes: Iterable[str]) -> bool:
     """Whether a matrix of these tensors is quantised, whatever config.json says: formats leave some matrices out.
 
@@ -211,7 +233,7 @@ def is_quantized(suffixes: Iterable[str]) -> bool:
 
 
 _CODE = re.compile(
-    r"(?P<method>[a-z0-9-]+)/(?P<kind>int|float)(?P<bits>4|8)(/(?P<tensor>tensor)|/(?P<rows>\d{1,6})x(?P<group>\d{1,6}))?"
+    r"(?P<method>[a-z0-9-]+)/(?P<kind>int|float|nf)(?P<bits>4|8)(/(?P<tensor>tensor)|/(?P<rows>\d{1,6})x(?P<group>\d{1,6}))?"
     r"(?P<zeros>/zeros)?(/(?P<activations>int8|fp8)-activations)?(?P<reordered>/reordered)?"
 )
 _USUAL = {
@@ -222,6 +244,7 @@ _USUAL = {
     "mxfp4": "mxfp4/float4/1x32",
     "nvfp4": "modelopt/float4/1x16",
     "mxfp8": "modelopt/float8/1x32",
+    "bitsandbytes": "bitsandbytes/nf4/1x64",
 }
 
 
@@ -377,6 +400,18 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(((("Linear",), form),), ("lm_head", *_names(raw, "modules_to_not_convert")))
 
 
+def _bitsandbytes(raw: Mapping[str, Any]) -> QuantizationConfig:
+    form = WeightFormat("bitsandbytes", 8)
+    if raw.get("load_in_4bit") or raw.get("_load_in_4bit"):
+        if raw.get("bnb_4bit_quant_type") != "nf4":
+            raise QuantizationError(
+                f"config.json: quantization_config.bnb_4bit_quant_type is {raw.get('bnb_4bit_quant_type')!r}, "
+                "expected nf4"
+            )
+        form = WeightFormat("bitsandbytes", 4, "nf", group=_NF4_GROUP)
+    return QuantizationConfig(((("Linear",), form),), _names(raw, "llm_int8_skip_modules") or ("lm_head",))
+
+
 _ZEROS_AS_THEY_ARE = {"auto_round", "auto_round:exllamav2", "auto_round:gptqmodel"}
 
 
@@ -525,6 +560,7 @@ _PARSERS = {
     "awq": _awq,
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,  # of its first versions
+    "bitsandbytes": _bitsandbytes,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
 }

@@ -154,7 +154,12 @@ class ModelShape:
             return self
         tied = self.tie_word_embeddings or not has_head(tensors)
         counts = WeightCounts.of(
-            tensors, QuantizationConfig.of(config), layers=self.layers, tied=tied, adapts_routers=self._is_own
+            tensors,
+            QuantizationConfig.of(config),
+            layers=self.layers,
+            hidden_size=self.hidden_size,
+            tied=tied,
+            adapts_routers=self._is_own,
         )
         head = (self.hidden_size + self.vocab_size) * tied
         counts = replace(counts, adapted_features=counts.adapted_features + head)

@@ -341,6 +341,25 @@ def test_layers_that_model_optimizer_quantises_differently(tmp_path: Path, code:
     assert ours.load(torch.float32, CPU, "stored").weight_bytes == pytest.approx(predicted, rel=0.01)
 
 
+def test_scales_of_nf4_may_be_stored_as_they_are(tmp_path: Path) -> None:
+    quantized, exact = write_both(tmp_path, FORMATS["nf4"])
+    tensors, dense = load_file(quantized / "model.safetensors"), load_file(exact / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".absmax")]:
+        matrix, table = dense[name.removesuffix(".absmax")], tensors[name.replace("absmax", "quant_map")]
+        codes = tensors[name.removesuffix(".absmax")].view(-1, 32)
+        numbers = table[torch.stack((codes >> 4, codes & 0xF), -1).int()].flatten(1)
+        largest = numbers.abs().argmax(1, keepdim=True)
+        scales = matrix.view(-1, 64).gather(1, largest) / numbers.gather(1, largest)
+        tensors[name] = scales.flatten()
+        for part in ("nested_absmax", "nested_quant_map"):
+            del tensors[name.replace("absmax", part)]
+        dense[name.removesuffix(".absmax")] = (numbers * scales).view(matrix.shape)
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    save_file(dense, exact / "model.safetensors", {"format": "pt"})
+    ours, expected = (Checkpoint.open(each).load(torch.float32, CPU, "dense") for each in (quantized, exact))
+    assert torch.equal(logits(ours), logits(expected))
+
+
 def test_block_scales_may_be_powers_of_two_in_8_bits(tmp_path: Path) -> None:
     quantized, _ = write_both(tmp_path, FORMATS["fp8 blocks"])
     tensors = load_file(quantized / "model.safetensors")
@@ -523,6 +542,11 @@ def changed(**settings: Any) -> Change:
     return lambda tensors, config: config.update(settings)
 
 
+def with_state(text: str) -> Change:
+    state = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return lambda tensors, config: tensors.update({f"{Q_PROJ}.weight.quant_state.bitsandbytes__nf4": state})
+
+
 BROKEN: dict[str, tuple[str, Change, str]] = {
     "an unknown method": ("awq", changed(quant_method="exl2"), "quantised by 'exl2', supported are compressed-tensors"),
     "an unknown version": ("awq", changed(version="gemv"), "version is 'gemv', expected gemm"),
@@ -550,6 +574,17 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
             {f"{Q_PROJ}.weight_scale": tensors[f"{Q_PROJ}.weight_scale"].float().neg().to(torch.float8_e4m3fn)}
         ),
         f"{Q_PROJ}: its scales are negative, infinite or no numbers",
+    ),
+    "NF4 without what it says of a matrix": (
+        "nf4",
+        without("weight.quant_state.bitsandbytes__nf4"),
+        f"{Q_PROJ}: it has no weight.quant_state.bitsandbytes__nf4",
+    ),
+    "NF4 that says something else": ("nf4", with_state("{}"), "is not as expected: Object missing required field"),
+    "NF4 in other groups": (
+        "nf4",
+        with_state('{"shape": [256, 256], "blocksize": 128}'),
+        r"said to be \[256, 256\] in groups of 128, expected \[256, 256\] and 64",
     ),
     "missing block scales": ("fp8 blocks", without("weight_scale_inv"), f"has no {Q_PROJ}.weight_scale, which fp8"),
     "a wrong shape": ("awq", reshaped("qweight"), r"qweight has the shape \[255, 32\], .* makes it \[256, 32\]"),

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 Activations = Literal["int8", "fp8"]
 _FLOAT8 = torch.float8_e4m3fn
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FLOAT4_TABLE = (*_FLOAT4, *(-number for number in _FLOAT4))
 """By their bits (e2m1), of which the fourth is the sign."""
 INT8_MAX, FLOAT8_MAX = 127.0, 448.0
 
@@ -23,6 +24,7 @@ class QuantizedWeight:
     `scales` `[out / rows, in / group]` and `zeros` have an element for each `rows` outputs and `group` inputs (None:
     all). `order` `[in]` is the input that each column of `values` belongs to; None: as they are.
 
+    With a `table` of sixteen numbers, 4 bits are places in it (NF4, arXiv:2305.14314, section 3).
     With scales of 8 bits, 4 bits are floats (e2m1), not integers: mxfp4 (OCP Microscaling Formats, section 5) with
     powers of two, float8_e8m0fnu, and NVFP4 with float8_e4m3fn, whose products `output_scales` scale again.
     """
@@ -36,6 +38,7 @@ class QuantizedWeight:
     activations: Activations | None = None  # what the checkpoint was made for; None: not quantised
     input_scale: torch.Tensor | None = None  # of all activations; None: of each row, by its largest number
     output_scales: torch.Tensor | None = None  # float64 [out, 1], so that dividing by a scale is exact too
+    table: torch.Tensor | None = None  # float32 [16]
 
     @property
     def bits(self) -> int:
@@ -48,7 +51,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = self.values, self.scales, self.zeros, self.order, self.input_scale, self.output_scales
+        parts = self.values, self.scales, self.zeros, self.order, self.input_scale, self.output_scales, self.table
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -69,8 +72,9 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """`[out, in]`, computed in float32 and rounded to `dtype` once."""
         outputs, inputs = self.shape
-        if self.is_float4:
-            groups, scales = _float4(self.values).view(*self.scales.shape, -1), self.scales.float()
+        if self.is_float4 or self.table is not None:
+            numbers = _FLOAT4_TABLE if self.table is None else self.table.tolist()
+            groups, scales = _looked_up(self.values, numbers).view(*self.scales.shape, -1), self.scales.float()
             if self.output_scales is not None:
                 scales = (scales * self.output_scales).float()
             return groups.mul_(scales[..., None]).view(outputs, inputs).to(dtype)
@@ -91,7 +95,7 @@ class QuantizedWeight:
         return by_column if each.shape[1] == 1 else by_column.repeat_interleave(self.group or inputs, 1)[:, :inputs]
 
     def to(self, device: torch.device) -> Self:
-        names = ("values", "scales", "zeros", "order", "input_scale", "output_scales")
+        names = ("values", "scales", "zeros", "order", "input_scale", "output_scales", "table")
         return replace(self, **{name: part.to(device) for name in names if (part := getattr(self, name)) is not None})
 
     def by_row(self) -> Self:
@@ -110,9 +114,8 @@ class QuantizedWeight:
         return cls(values, scales, activations="int8")
 
 
-def _float4(values: torch.Tensor) -> torch.Tensor:
-    """Float32 `[..., in]` of bytes `[..., in / 2]` that have two of 4 bits, the first lowest."""
-    numbers = (*_FLOAT4, *(-number for number in _FLOAT4))
+def _looked_up(values: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+    """Float32 `[..., in]` of bytes `[..., in / 2]` that have two places among sixteen numbers, the first lowest."""
     pairs = torch.tensor([(numbers[byte & 0xF], numbers[byte >> 4]) for byte in range(256)], device=values.device)
     # As 64-bit integers, of which torch selects two numbers at a time, ten times as fast as rows.
     return pairs.view(torch.int64).flatten().index_select(0, values.flatten().int()).view(torch.float32)
@@ -137,6 +140,8 @@ def fuse(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
             or (part.output_scales is None) != (first.output_scales is None)
         ):
             raise ValueError("their formats differ")
+        if not _equal(part.table, first.table):
+            raise ValueError("their tables differ")
         if not _equal(part.order, first.order) or (part.input_scale is None) != (first.input_scale is None):
             raise ValueError("their orders of inputs, or the scales of their inputs, differ")
     input_scale = None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 
 from llmservice_planner.quantization import WeightFormat
-from llmservice_server.backend.quantized import QuantizedWeight
+from llmservice_server.backend.quantized import INT8_MAX, QuantizedWeight
 from llmservice_server.types.errors import ModelLoadError
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -24,7 +25,7 @@ def read(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor], sha
     Raises `ModelLoadError` for a tensor that is missing or of another shape or dtype than the format's.
     """
     others = _read_float4 if form.is_float4 else _read_values
-    read_format = {"gptq": _read_gptq, "awq": _read_awq}.get(form.method, others)
+    read_format = {"gptq": _read_gptq, "awq": _read_awq, "bitsandbytes": _read_bitsandbytes}.get(form.method, others)
     return read_format(form, _Tensors(form, name, tensors), shape)
 
 
@@ -33,11 +34,20 @@ def shape_of(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor])
     if (kept := tensors.get("weight_shape")) is not None and kept.numel() == 2:
         outputs, inputs = kept.tolist()
         return outputs, inputs
+    if form.kind == "nf":
+        return _Tensors(form, name, tensors).state().shape
     suffix = next((each for each in ("qweight", "weight_packed") if each in tensors), "weight")
     values = tensors.get(suffix)
     if values is None or values.ndim != 2:
         raise ModelLoadError(f"{name}: its tensors ({', '.join(sorted(tensors))}) are not those of a matrix in {form}")
-    return form.shape_of(suffix, (values.shape[0], values.shape[1]))
+    return form.shape_of(suffix, (values.shape[0], values.shape[1]), 0)
+
+
+class _Nf4State(msgspec.Struct):
+    shape: tuple[int, int]
+    blocksize: int
+    nested_blocksize: int = 0
+    nested_offset: float = 0.0
 
 
 class _Tensors:
@@ -66,6 +76,16 @@ class _Tensors:
             expected = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
             raise ModelLoadError(f"{self._name}.{suffix} is {tensor.dtype}, {self._form} makes it {expected}")
         return tensor.reshape(shape)
+
+    def state(self) -> _Nf4State:
+        """What bitsandbytes says of a matrix of NF4, in JSON."""
+        suffix = "weight.quant_state.bitsandbytes__nf4"
+        if suffix not in self:
+            raise self.fail(f"it has no {suffix}")
+        try:
+            return msgspec.json.decode(bytes(self._tensors[suffix].view(torch.uint8).tolist()), type=_Nf4State)
+        except msgspec.DecodeError as error:
+            raise self.fail(f"{suffix} is not as expected: {error}") from error
 
     def fail(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self._name}: {problem} ({self._form})")
@@ -200,6 +220,37 @@ def _read_awq(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> 
         tensors.take("scales", (groups, outputs), _FLOATS).T.contiguous(),
         unpacked("qzeros", groups).to(torch.int8).contiguous(),
         group=form.group,
+    )
+
+
+def _read_bitsandbytes(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> QuantizedWeight:
+    """8-bit integers of -127 to 127 times SCB / 127, or NF4: a byte has two places in a table, the first highest.
+
+    The scales of groups may be in 8 bits themselves: places in another table, times a scale, plus an offset.
+    """
+    outputs, inputs = shape
+    if form.bits == 8:
+        scales = tensors.take("SCB", (outputs, 1), (torch.float32,)) / INT8_MAX
+        return QuantizedWeight(tensors.take("weight", shape, (torch.int8,)).contiguous(), scales)
+    groups, state = _groups(form, inputs, tensors), tensors.state()
+    if state.shape != shape or state.blocksize != form.group:
+        raise tensors.fail(
+            f"it is said to be {[*state.shape]} in groups of {state.blocksize}, expected {[*shape]} and {form.group}"
+        )
+    stored = tensors.take("weight", (outputs * inputs // 2, 1), (torch.uint8,)).view(outputs, inputs // 2)
+    scales = tensors.take("weight.absmax", (outputs * groups,), (torch.float32, torch.uint8))
+    if scales.dtype == torch.uint8:
+        size = state.nested_blocksize
+        if size < 1:
+            raise tensors.fail(f"nested_blocksize is {size}, expected at least 1")
+        places = tensors.take("weight.nested_quant_map", (256,), (torch.float32,))
+        of_scales = tensors.take("weight.nested_absmax", (-(-len(scales) // size),), (torch.float32,))
+        scales = places[scales.int()] * of_scales.repeat_interleave(size)[: len(scales)] + state.nested_offset
+    return QuantizedWeight(
+        stored >> 4 | stored << 4,
+        scales.view(outputs, groups),
+        group=form.group,
+        table=tensors.take("weight.quant_map", (16,), (torch.float32,)),
     )
 
 

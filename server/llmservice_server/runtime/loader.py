@@ -22,7 +22,14 @@ from llmservice_planner.checkpoint import (
     place_of,
     read_tensors,
 )
-from llmservice_planner.quantization import SUFFIXES, Quantization, QuantizationConfig, WeightFormat, is_quantized
+from llmservice_planner.quantization import (
+    SUFFIXES,
+    Quantization,
+    QuantizationConfig,
+    WeightFormat,
+    is_quantized,
+    module_and_suffix,
+)
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.base import Linear, Model
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight, fuse
@@ -137,7 +144,13 @@ class Checkpoint:
             tensors = read_tensors(self.folder)
         except ShapeError as error:
             raise ModelLoadError(str(error)) from error
-        counts = WeightCounts.of(tensors, config.quantization, layers=len(config.windows), tied=config.tied_embeddings)
+        counts = WeightCounts.of(
+            tensors,
+            config.quantization,
+            layers=len(config.windows),
+            hidden_size=config.hidden_size,
+            tied=config.tied_embeddings,
+        )
         form = None if config.quantization is None else config.quantization.first
         return counts.held_bytes(form, quantization, on_cpu=on_cpu, dtype_bytes=dtype.itemsize)
 
@@ -220,7 +233,7 @@ class Checkpoint:
         for shard in self.shards:
             with _opened(shard) as tensors:
                 for name, _ in self._names(tensors):
-                    module, _, suffix = name.rpartition(".")
+                    module, suffix = module_and_suffix(name)
                     if module in quantized and suffix != "bias":
                         continue
                     tensor = tensors.get_tensor(name)
@@ -292,7 +305,7 @@ class Checkpoint:
             with _opened(shard) as tensors:
                 for stored, name in self._names(tensors):
                     found[name] = _Stored(shard, stored, tuple(tensors.get_slice(stored).get_shape()))
-                    module, _, suffix = name.rpartition(".")
+                    module, suffix = module_and_suffix(name)
                     if suffix in SUFFIXES:
                         modules[module][suffix] = found[name]
                         if suffix == "weight" and tensors.get_slice(stored).get_dtype() not in _DENSE:
@@ -348,7 +361,7 @@ class Checkpoint:
                 if name in computed:
                     continue
                 if target is None:
-                    module, _, suffix = name.rpartition(".")
+                    module, suffix = module_and_suffix(name)
                     if module not in besides or suffix not in SUFFIXES:
                         self._refuse_unknown(name, shard)
                     continue

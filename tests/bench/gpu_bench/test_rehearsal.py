@@ -37,7 +37,7 @@ PARTS: dict[str, dict[str, int]] = {
     "throughput": {"2 in flight": 1},
     "transformers": {"2 in flight": 1},
     "kernels": {"paged decode": 4, "prefill attention": 1},
-    "quantized": {"product": 6},
+    "quantized": {"product": 7},
     "experts": {"experts": 1},
     "agreement": {"agreement": 4},
     "families": {"family": 2},

@@ -115,7 +115,7 @@ def _by_columns(each: torch.Tensor) -> torch.Tensor:
 
 def can_multiply(weight: QuantizedWeight) -> bool:
     """Whether the layout takes such a weight."""
-    if weight.bits > 4 or weight.rows > 1:
+    if weight.bits > 4 or weight.rows > 1 or weight.table is not None:
         return False
     outputs, inputs = weight.shape
     group = weight.group or inputs

@@ -142,5 +142,5 @@ def _low_rank(
 
 
 def _format_of(weight: QuantizedWeight) -> tuple[object, ...]:
-    parts = weight.values, weight.scales, weight.zeros, weight.order, weight.output_scales
+    parts = weight.values, weight.scales, weight.zeros, weight.order, weight.output_scales, weight.table
     return weight.group, weight.rows, *((part.shape, part.dtype) for part in parts if part is not None)

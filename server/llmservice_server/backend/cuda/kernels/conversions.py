@@ -20,6 +20,7 @@ def _dequantize(
     scales: tl.tensor,
     zeros: tl.tensor,
     output_scales: tl.tensor,
+    table: tl.tensor,
     dense: tl.tensor,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -27,6 +28,7 @@ def _dequantize(
     GROUP_OUTPUTS: tl.constexpr,
     BITS: tl.constexpr,
     IS_FLOAT4: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_OUTPUT_SCALES: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -54,6 +56,8 @@ def _dequantize(
             scale = tl.full((OUTPUTS, 1), 1.0, tl.float32)
             if HAS_OUTPUT_SCALES:
                 scale = tl.load(output_scales + outputs, mask=inside, other=0.0).to(tl.float32)[:, None]
+        elif HAS_TABLE:
+            low, high = tl.load(table + (packed & 0xF)), tl.load(table + (packed >> 4))
         else:
             low, high = (packed & 0xF).to(tl.float32) - 8, (packed >> 4).to(tl.float32) - 8
         tl.store(
@@ -84,6 +88,7 @@ def dequantized(weight: Tiled, dtype: torch.dtype) -> torch.Tensor:
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         weight.scales if weight.output_scales is None else weight.output_scales,
+        weight.scales if weight.table is None else weight.table,
         dense,
         SIZE=outputs,
         WIDTH=inputs,
@@ -91,6 +96,7 @@ def dequantized(weight: Tiled, dtype: torch.dtype) -> torch.Tensor:
         GROUP_OUTPUTS=weight.rows,
         BITS=weight.bits,
         IS_FLOAT4=weight.is_float4,
+        HAS_TABLE=weight.table is not None,
         HAS_ZEROS=weight.zeros is not None,
         HAS_OUTPUT_SCALES=weight.output_scales is not None,
         OUTPUTS=_OUTPUTS,

@@ -47,6 +47,7 @@ class Tiled:
     scales: torch.Tensor | None = None  # as of `QuantizedWeight`, of each expert
     zeros: torch.Tensor | None = None
     output_scales: torch.Tensor | None = None  # float64 `[experts, out, 1]`
+    table: torch.Tensor | None = None  # as of `QuantizedWeight`, of all experts
     rows: int = 1
     group: int | None = None
     is_float4: bool = False
@@ -54,7 +55,7 @@ class Tiled:
 
     @property
     def nbytes(self) -> int:
-        parts = self.values, self.scales, self.zeros, self.output_scales
+        parts = self.values, self.scales, self.zeros, self.output_scales, self.table
         return sum(part.nbytes for part in parts if part is not None)
 
     @classmethod
@@ -78,6 +79,7 @@ class Tiled:
             _stacked([each.kernel_scales for each in weights]),
             _stacked(zeros) if zeros else None,
             _stacked(output_scales) if output_scales else None,
+            first.table,
             first.rows,
             first.group,
             first.is_float4,
@@ -123,11 +125,13 @@ def _add_tile(
     state: tl.tensor,  # [1, ROWS] of each row's first number
     exists: tl.tensor,  # [ROWS]
     zero: tl.tensor,  # [OUTPUTS]
+    table: tl.tensor,
     number: tl.tensor,  # of the tile of inputs
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     IS_FLOAT4: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     DOT: tl.constexpr,
     ADDED: tl.constexpr,  # as of `_nibbles`
@@ -141,6 +145,8 @@ def _add_tile(
             first = number * INPUTS
             low = scaled_floats(packed & 0xF, power, first, WIDTH, GROUP, DOT, ADDED, half)
             high = scaled_floats(packed >> 4, power, first + half, WIDTH, GROUP, DOT, ADDED, half)
+        elif HAS_TABLE:
+            low, high = tl.load(table + (packed & 0xF)).to(DOT), tl.load(table + (packed >> 4)).to(DOT)
         else:
             offset = (zero + (8 + ADDED)).to(DOT)[:, None]
             low, high = _nibbles(packed & 0xF, DOT, ADDED) - offset, _nibbles(packed >> 4, DOT, ADDED) - offset
@@ -229,6 +235,7 @@ def _product(
     scales: tl.tensor,
     zeros: tl.tensor,
     output_scales: tl.tensor,
+    table: tl.tensor,
     bias: tl.tensor,
     row_scales: tl.tensor,
     product: tl.tensor,
@@ -239,6 +246,7 @@ def _product(
     GROUP_OUTPUTS: tl.constexpr,
     BITS: tl.constexpr,
     IS_FLOAT4: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_OUTPUT_SCALES: tl.constexpr,
@@ -282,14 +290,14 @@ def _product(
         if GROUP < WIDTH and not IS_FLOAT4:
             part = tl.zeros((OUTPUTS, ROWS), tl.float32)
             part = _add_tile(
-                part, value, scales, state, exists, zero, number,
-                WIDTH, GROUP, BITS, IS_FLOAT4, HAS_ZEROS, DOT, ADDED, INPUTS,
+                part, value, scales, state, exists, zero, table, number,
+                WIDTH, GROUP, BITS, IS_FLOAT4, HAS_TABLE, HAS_ZEROS, DOT, ADDED, INPUTS,
             )  # fmt: skip
             sums += part * tl.load(scales + group).to(tl.float32)[:, None]
         else:
             sums = _add_tile(
-                sums, value, scales + scale_row, state, exists, zero, number,
-                WIDTH, GROUP, BITS, IS_FLOAT4, HAS_ZEROS, DOT, ADDED, INPUTS,
+                sums, value, scales + scale_row, state, exists, zero, table, number,
+                WIDTH, GROUP, BITS, IS_FLOAT4, HAS_TABLE, HAS_ZEROS, DOT, ADDED, INPUTS,
             )  # fmt: skip
     if HAS_SCALES and GROUP == WIDTH and not IS_FLOAT4:
         sums *= tl.load(scales + scale_row).to(tl.float32)[:, None]
@@ -424,6 +432,7 @@ def _multiply(
         product if weight.scales is None else weight.scales,
         product if weight.zeros is None else weight.zeros,
         product if weight.output_scales is None else weight.output_scales,
+        product if weight.table is None else weight.table,
         product if bias is None else bias,
         product if row_scales is None else row_scales,
         product,
@@ -434,6 +443,7 @@ def _multiply(
         GROUP_OUTPUTS=weight.rows,
         BITS=weight.bits,
         IS_FLOAT4=weight.is_float4,
+        HAS_TABLE=weight.table is not None,
         HAS_SCALES=weight.scales is not None,
         HAS_ZEROS=weight.zeros is not None,
         HAS_OUTPUT_SCALES=weight.output_scales is not None,

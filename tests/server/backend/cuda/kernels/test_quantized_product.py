@@ -7,7 +7,7 @@ from llmservice_server.backend.cuda.kernels.products import Tiled, quantized_pro
 from llmservice_server.backend.quantized import QuantizedWeight
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-FORMATS = ["int8", "int8, groups", "int4", "int4, zeros", "fp8", "fp8, blocks", "mxfp8", "mxfp4", "nvfp4"]
+FORMATS = ["int8", "int8, groups", "int4", "int4, zeros", "fp8", "fp8, blocks", "mxfp8", "mxfp4", "nvfp4", "nf4"]
 
 
 def weight_of(name: str, outputs: int, inputs: int) -> QuantizedWeight:
@@ -28,6 +28,9 @@ def weight_of(name: str, outputs: int, inputs: int) -> QuantizedWeight:
     if "fp8" in name:
         return QuantizedWeight(values.float().to(torch.float8_e4m3fn), scales, rows=rows, group=group)
     zeros = torch.randint(-7, 8, size, generator=random).to(torch.int8) if "zeros" in name else None
+    if name == "nf4":
+        table = torch.randn(16, generator=random)
+        return QuantizedWeight(values[:, ::2].to(torch.uint8), scales, group=group, table=table)
     if "int4" in name:
         return QuantizedWeight(values[:, ::2].to(torch.uint8), scales, zeros, group=group)
     return QuantizedWeight(values.to(torch.int8), scales, group=group)
