@@ -119,7 +119,7 @@ def _awq(module: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
 def _counts(*others: dict[str, tuple[int, ...]], tied: bool = False, packed: bool = True) -> WeightCounts:
     tensors = _tensors(*others, qweight="I32", qzeros="I32", scales="F16")
     quantization = QuantizationConfig.of({"quantization_config": AWQ if packed else None})
-    return WeightCounts.of(tensors, quantization, layers=2, tied=tied)
+    return WeightCounts.of(tensors, quantization, layers=2, hidden_size=256, tied=tied)
 
 
 EMBEDDINGS = 320 * 256
