@@ -68,7 +68,7 @@ def test_matrices_of_their_own_are_left_to_the_loop() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["4 bits, zeros", "8 bits", "fp8, blocks", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("kind", ["4 bits, zeros", "8 bits", "fp8, blocks", "mxfp4", "nvfp4", "nf4"])
 def test_quantised_experts_are_multiplied_in_one_product(kind: str, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
 
@@ -101,6 +101,9 @@ def quantized(kind: str, outputs: int, inputs: int, random: torch.Generator) -> 
         eighths = (torch.rand(outputs, inputs // 16, generator=random) / 8).to(torch.float8_e4m3fn)
         by_output = 0.1 + torch.rand(outputs, 1, generator=random).double()
         return QuantizedWeight(values, eighths, group=16, output_scales=by_output)
+    if kind == "nf4":
+        values = torch.randint(0, 256, (outputs, inputs // 2), generator=random).to(torch.uint8)
+        return QuantizedWeight(values, scales, group=32, table=torch.linspace(-1, 1, 16))
     values = torch.randint(-100, 100, (outputs, inputs), generator=random)
     if kind == "8 bits":
         return QuantizedWeight(values.to(torch.int8), scales[:, :1])

@@ -55,7 +55,7 @@ class Tiled:
 
     @property
     def nbytes(self) -> int:
-        parts = self.values, self.scales, self.zeros, self.output_scales, self.table
+        parts = self.values, self.scales, self.zeros, self.output_scales
         return sum(part.nbytes for part in parts if part is not None)
 
     @classmethod
