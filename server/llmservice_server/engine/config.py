@@ -34,6 +34,7 @@ ToolCallFormatName = Literal[
     "mistral",
     "nemotron",
     "granite",
+    "phi4_mini",
     "deepseek_v3",
     "deepseek_v31",
     "cohere",

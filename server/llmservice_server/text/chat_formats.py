@@ -75,6 +75,7 @@ _CALLS_BEGIN: Mapping[str, ToolCallFormatName] = {
     "[TOOL_CALLS]": "mistral",
     "<TOOLCALL>": "nemotron",
     "<|tool_call|>": "granite",
+    "functools[": "phi4_mini",
     "<｜tool▁calls▁begin｜>": "deepseek_v31",
     "<|START_ACTION|>": "cohere",
     '"parameters": ': "llama3_json",

@@ -177,6 +177,8 @@ NEMOTRON = replace(
 )
 GRANITE = replace(NEMOTRON, name="granite", trigger="<|tool_call|>", end="]", markers=("<|tool_call|>",))
 """Granite 3's; later ones write calls as Hermes."""
+PHI4_MINI = replace(NEMOTRON, name="phi4_mini", trigger="functools[", start="", end="]", markers=("functools[",))
+"""As the template says that others have for it: its own takes no tools."""
 DEEPSEEK_V31 = JsonFormat(
     name="deepseek_v31",
     trigger="<｜tool▁calls▁begin｜>",
@@ -213,7 +215,7 @@ LLAMA3_JSON = JsonFormat(
     separator="; ",
     markers=("<|python_tag|>",),
 )
-JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31, COHERE, LLAMA3_JSON)
+JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, PHI4_MINI, DEEPSEEK_V3, DEEPSEEK_V31, COHERE, LLAMA3_JSON)
 
 
 class ToolCallParser(ABC):

@@ -39,6 +39,7 @@ TEMPLATES = {
     "mistral_args": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
     "nemotron": "<TOOLCALL>[{{ call }}]</TOOLCALL>",
     "granite": "<|tool_call|> followed by a JSON list",
+    "phi4_mini": "functools[{{ call }}]",
     "deepseek_v3": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}```json",
     "deepseek_v31": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}",
     "cohere": '<|START_ACTION|>[{"tool_name": "{{ name }}", "parameters": {}}]',
@@ -145,6 +146,8 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("nemotron", "content", f"<TOOLCALL>{LIST}</TOOLCALL> and", "and", "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("granite", "content", f"<|tool_call|>{LIST}", "", "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("granite", "content", "<|tool_call|> none", "<|tool_call|> none", "", []),
+    ("phi4_mini", "content", f"Hi. functools{LIST}", "Hi. ", "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("phi4_mini", "content", "from functools import cache", "from functools import cache", "", []),
     ("deepseek_v3 think", "reasoning", f"Hm.\n</think>Hi{DEEPSEEK % (V3_ADD + chr(10) + V3_NOW)}", "Hi", "Hm.",
      [("add", '{"a": 1}'), ("now", "{}")]),
     ("deepseek_v3", "content", (DEEPSEEK % V3_ADD).replace("function<｜tool▁sep｜>", ""), "", "",
@@ -266,6 +269,7 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["mistral_args"] + TEMPLATES["mistral_think"], ["<think>"], "mistral", "mistral"),
         (TEMPLATES["nemotron"], [], "nemotron", "none"),
         (TEMPLATES["granite"], [], "granite", "none"),
+        (TEMPLATES["phi4_mini"], [], "phi4_mini", "none"),
         (TEMPLATES["deepseek_v3"], ["<think>"], "deepseek_v3", "think"),
         (TEMPLATES["deepseek_v31"], [], "deepseek_v31", "none"),
         (TEMPLATES["deepseek_v3"].replace("tools", "calls"), [], "none", "none"),
@@ -352,6 +356,7 @@ CALLS = {
     "mistral_args": ['[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL_CALLS]now[ARGS]{}"],
     "nemotron": CALL_LIST,
     "granite": CALL_LIST,
+    "phi4_mini": CALL_LIST,
     "deepseek_v3": [V3_ADD, V3_NOW],
     "deepseek_v31": [V31_ADD, V31_NOW],
     "cohere": [COHERE_ADD, COHERE_NOW],
@@ -363,12 +368,12 @@ FINAL = "<|channel|>final<|message|>"
 
 def _join(name: str, calls: Sequence[str]) -> str:
     in_lines = ("hermes", "qwen3_coder", "seed_oss", "minimax_m2", "glm", "deepseek_v3")
-    in_list = dict.fromkeys(("mistral", "nemotron", "granite"), ", ")
+    in_list = dict.fromkeys(("mistral", "nemotron", "granite", "phi4_mini"), ", ")
     joined = {"llama3_json": "; ", "cohere": ",\n    ", **in_list, **dict.fromkeys(in_lines, "\n")}.get(name, "").join(
         calls
     )
     around = {"mistral": "[TOOL_CALLS][%s]", "minimax_m2": "<minimax:tool_call>\n%s\n</minimax:tool_call>"}
-    around |= {"nemotron": "<TOOLCALL>[%s]</TOOLCALL>", "granite": "<|tool_call|>[%s]"}
+    around |= {"nemotron": "<TOOLCALL>[%s]</TOOLCALL>", "granite": "<|tool_call|>[%s]", "phi4_mini": "functools[%s]"}
     around["cohere"] = COHERE
     around |= dict.fromkeys(("deepseek_v3", "deepseek_v31"), DEEPSEEK)
     return around.get(name, "%s") % joined
