@@ -580,6 +580,11 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         without("weight.quant_state.bitsandbytes__nf4"),
         f"{Q_PROJ}: it has no weight.quant_state.bitsandbytes__nf4",
     ),
+    "8-bit integers in another order": (
+        "int8 of bitsandbytes",
+        lambda tensors, config: tensors.update({f"{Q_PROJ}.weight_format": torch.tensor(2, dtype=torch.uint8)}),
+        f"{Q_PROJ}: its integers are in the order of a GPU's tiles",
+    ),
     "NF4 that says something else": ("nf4", with_state("{}"), "is not as expected: Object missing required field"),
     "NF4 in other groups": (
         "nf4",

@@ -83,7 +83,9 @@ class _Tensors:
         if suffix not in self:
             raise self.fail(f"it has no {suffix}")
         try:
-            return msgspec.json.decode(bytes(self._tensors[suffix].view(torch.uint8).tolist()), type=_Nf4State)
+            return msgspec.json.decode(
+                bytes(self._tensors[suffix].flatten().view(torch.uint8).tolist()), type=_Nf4State
+            )
         except msgspec.DecodeError as error:
             raise self.fail(f"{suffix} is not as expected: {error}") from error
 
@@ -230,6 +232,8 @@ def _read_bitsandbytes(form: WeightFormat, tensors: _Tensors, shape: tuple[int, 
     """
     outputs, inputs = shape
     if form.bits == 8:
+        if "weight_format" in tensors and tensors.take("weight_format", (1,), (torch.uint8,)).item():
+            raise tensors.fail("its integers are in the order of a GPU's tiles: save it with a newer bitsandbytes")
         scales = tensors.take("SCB", (outputs, 1), (torch.float32,)) / INT8_MAX
         return QuantizedWeight(tensors.take("weight", shape, (torch.int8,)).contiguous(), scales)
     groups, state = _groups(form, inputs, tensors), tensors.state()
