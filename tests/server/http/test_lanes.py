@@ -77,7 +77,7 @@ def test_a_full_batch_queue_refuses_batch_work_only_and_says_when_to_come_again(
     shared_server: Callable[..., Any], threads: ThreadPoolExecutor
 ) -> None:
     server = shared_server(*ONE_AT_A_TIME)
-    running = flood(server, threads, 1)
+    running = flood(server, threads, 6)  # of which one takes less time than a loaded machine needs to look
     waiting = flood(server, threads, 4, priority="batch")[1:]
     status, answer, headers = post(server, LONG | {"priority": "batch"})
     assert status == 429
