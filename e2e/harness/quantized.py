@@ -263,9 +263,23 @@ def nf4_table() -> torch.Tensor:
     return (numbers / numbers.max()).float()
 
 
+def fp4_table() -> torch.Tensor:
+    """A sign and three bits, in the order of bitsandbytes."""
+    numbers = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12
+    return torch.cat((numbers, -numbers))
+
+
 def nf4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    return looked_up(weight, "nf4", nf4_table())
+
+
+def fp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    return looked_up(weight, "fp4", fp4_table())
+
+
+def looked_up(weight: torch.Tensor, kind: str, numbers: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """By bitsandbytes, whose scales are quantised as well."""
-    table, places = nf4_table().numpy(), np.linspace(-1, 1, 256, dtype=np.float32)
+    table, places = numbers.numpy(), np.linspace(-1, 1, 256, dtype=np.float32)
     groups = weight.numpy().reshape(-1, 64)
     scales = np.abs(groups).max(1)
     offset = np.float32(scales.mean())
@@ -274,7 +288,7 @@ def nf4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     stored = np.abs(nested[..., None] / largest[:, None, None] - places).argmin(-1)
     scales = (places[stored] * largest[:, None]).reshape(-1)[: len(scales)] + offset
     found = np.abs(groups[..., None] / scales[:, None, None] - table).argmin(-1).astype(np.uint8).reshape(-1, 2)
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
     state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
     tensors = {
         "weight": torch.from_numpy(found[:, :1] << 4 | found[:, 1:]),
@@ -282,7 +296,7 @@ def nf4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         "weight.quant_map": torch.from_numpy(table),
         "weight.nested_absmax": torch.from_numpy(largest),
         "weight.nested_quant_map": torch.from_numpy(places),
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
     exact = table[found].reshape(-1, 64) * scales[:, None]
     return tensors, torch.from_numpy(exact.reshape(weight.shape))

@@ -3,7 +3,7 @@
 Read are compressed-tensors (https://github.com/vllm-project/compressed-tensors), DeepSeek's, AutoFP8's and Model
 Optimizer's fp8 (arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and floats in small
 groups: mxfp8 and mxfp4 (OCP Microscaling Formats, section 5), in which gpt-oss has its experts, and NVFP4
-(arXiv:2509.25149, section 2). bitsandbytes has 4 bits that are looked up in a table (NF4, arXiv:2305.14314, section 3).
+(arXiv:2509.25149, section 2). bitsandbytes looks 4 bits up in a table (NF4, arXiv:2305.14314, section 3; FP4).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 Quantization = Literal["auto", "dense", "int8", "stored"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("auto", "dense", "int8", "stored")
@@ -23,13 +23,14 @@ with 8-bit activations; as they are `stored`; or what is fastest on the device."
 SUPPORTED = (
     "compressed-tensors (8-bit integers, fp8, 4-bit integers, mxfp8, mxfp4, NVFP4), fp8 (one scale, or blocks), "
     "gptq (4 or 8 bits), awq (4 bits, gemm), auto-round (as gptq and awq), modelopt (fp8, mxfp8, NVFP4), "
-    "bitsandbytes (8-bit integers, NF4), mxfp4 (the experts of gpt-oss)"
+    "bitsandbytes (8-bit integers, NF4, FP4), mxfp4 (the experts of gpt-oss)"
 )
 SUFFIXES = frozenset({
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
     *("weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale"),
     *("activation_scale", "qweight", "qzeros", "scales", "g_idx"),
-    *("SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"),
+    *("SCB", "weight_format", "weight.absmax", "weight.quant_map"),
+    *("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"),
     *("weight.nested_absmax", "weight.nested_quant_map"),
 })  # fmt: skip
 """Of the tensors of one matrix in a checkpoint, besides its bias."""
@@ -38,12 +39,15 @@ _IN_WEIGHT = ".weight."
 INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many outputs at a time
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 _NVFP4_BYTES_PER_OUTPUT = 8  # the matrix's scale in float64
-_NF4_GROUP, _NF4_SCALE_BYTES = 64, 4
+_TABLE_GROUP, _TABLE_SCALE_BYTES = 64, 4
 _DENSE_BITS = 16
 _BEFORE_LAYERS = re.compile(r"^(model\.)?((language|text)_model\.)?(model\.)?")
 """Of a name, which is another one where the language model is loaded alone."""
 SIDECAR = "hf_quant_config.json"
 _FLOAT_GROUPS = {"mxfp4": 32, "nvfp4": 16, "mxfp8": 32}
+
+WeightKind = Literal["int", "float", "nf", "fp"]
+"""The last two are looked up in a table that the checkpoint has (NF4 and FP4 of bitsandbytes)."""
 
 
 class QuantizationError(ValueError):
@@ -56,7 +60,7 @@ class WeightFormat:
 
     method: str
     bits: int
-    kind: Literal["int", "float", "nf"] = "int"
+    kind: WeightKind = "int"
     rows: int | None = 1
     group: int | None = None
     symmetric: bool = True
@@ -95,7 +99,7 @@ class WeightFormat:
         return cls(
             match["method"],
             int(match["bits"]),
-            "float" if match["kind"] == "float" else "nf" if match["kind"] == "nf" else "int",
+            cast("WeightKind", match["kind"]),
             None if match["tensor"] else int(match["rows"] or 1),
             None if group is None else int(group),
             symmetric=match["zeros"] is None,
@@ -113,6 +117,10 @@ class WeightFormat:
         return self.kind == "float" and self.bits == 4
 
     @property
+    def is_table(self) -> bool:
+        return self.kind in ("nf", "fp")
+
+    @property
     def is_nvfp4(self) -> bool:
         """Whether the scales are floats of 8 bits, which one of the matrix scales again; else powers of two (mxfp4)."""
         return self.is_float4 and self.group == _FLOAT_GROUPS["nvfp4"]
@@ -125,10 +133,10 @@ class WeightFormat:
     def shape_of(self, suffix: str, stored: tuple[int, int], hidden_size: int) -> tuple[int, int]:
         """`[out, in]` of a matrix from its tensor of that suffix (weight, weight_packed, qweight) and shape.
 
-        Of NF4 only their product is known: one of them is taken for the model's `hidden_size`, the inputs.
+        Of NF4 and FP4 only their product is known: one of them is taken for the model's `hidden_size`, the inputs.
         """
         rows, columns = stored
-        if self.kind == "nf":
+        if self.is_table:
             return 2 * rows * columns // hidden_size, hidden_size
         packing = 32 // self.bits
         if self.is_float4:  # two in a byte
@@ -146,8 +154,8 @@ class WeightFormat:
         order = 4 * inputs if self.reordered else 0
         if self.is_float4:
             scale_bytes, order = 1, outputs * _NVFP4_BYTES_PER_OUTPUT if self.is_nvfp4 else 0
-        if self.kind == "nf":
-            scale_bytes = _NF4_SCALE_BYTES
+        if self.is_table:
+            scale_bytes = _TABLE_SCALE_BYTES
         return outputs * inputs * self.bits // 8 + scales * (scale_bytes + (not self.symmetric)) + order
 
     @property
@@ -169,7 +177,7 @@ class WeightFormat:
         if on_cpu and wanted in ("auto", "stored") and self.is_int8_product:
             return "int8"
         if wanted == "auto":
-            return "dense" if on_cpu and (self.bits > 4 or self.kind == "nf") else "stored"
+            return "dense" if on_cpu and (self.bits > 4 or self.is_table) else "stored"
         return wanted
 
 
@@ -233,7 +241,7 @@ def is_quantized(suffixes: Iterable[str]) -> bool:
 
 
 _CODE = re.compile(
-    r"(?P<method>[a-z0-9-]+)/(?P<kind>int|float|nf)(?P<bits>4|8)(/(?P<tensor>tensor)|/(?P<rows>\d{1,6})x(?P<group>\d{1,6}))?"
+    r"(?P<method>[a-z0-9-]+)/(?P<kind>int|float|nf|fp)(?P<bits>4|8)(/(?P<tensor>tensor)|/(?P<rows>\d{1,6})x(?P<group>\d{1,6}))?"
     r"(?P<zeros>/zeros)?(/(?P<activations>int8|fp8)-activations)?(?P<reordered>/reordered)?"
 )
 _USUAL = {
@@ -403,12 +411,12 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
 def _bitsandbytes(raw: Mapping[str, Any]) -> QuantizationConfig:
     form = WeightFormat("bitsandbytes", 8)
     if raw.get("load_in_4bit") or raw.get("_load_in_4bit"):
-        if raw.get("bnb_4bit_quant_type") != "nf4":
+        stated = raw.get("bnb_4bit_quant_type", "fp4")
+        if stated not in ("nf4", "fp4"):
             raise QuantizationError(
-                f"config.json: quantization_config.bnb_4bit_quant_type is {raw.get('bnb_4bit_quant_type')!r}, "
-                "expected nf4"
+                f"config.json: quantization_config.bnb_4bit_quant_type is {stated!r}, expected nf4 or fp4"
             )
-        form = WeightFormat("bitsandbytes", 4, "nf", group=_NF4_GROUP)
+        form = WeightFormat("bitsandbytes", 4, "nf" if stated == "nf4" else "fp", group=_TABLE_GROUP)
     return QuantizationConfig(((("Linear",), form),), _names(raw, "llm_int8_skip_modules") or ("lm_head",))
 
 

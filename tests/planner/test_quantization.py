@@ -46,6 +46,7 @@ def parsed(**raw: Any) -> QuantizationConfig:
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             "bitsandbytes/nf4/1x64",
         ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes/fp4/1x64"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes/int8"),
         ({"quant_method": "mxfp4"}, "mxfp4/float4/1x32"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}, "gptq/int4/1x128"),
@@ -142,8 +143,8 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
     [
         ({"quant_method": "hqq"}, "quantised by 'hqq', supported are"),
         (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-            "bnb_4bit_quant_type is 'fp4', expected nf4",
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
+            "bnb_4bit_quant_type is 'int4', expected nf4 or fp4",
         ),
         ({"quant_method": "awq", "bits": 4, "group_size": 100}, "group_size is 100, expected a multiple of 8"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"blocks of \[128\], expected two sizes"),

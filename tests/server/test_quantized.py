@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from harness.families import FAMILIES, OTHERS, save
-from harness.quantized import CONFIG, FORMATS, SHAPES, Format, Tensors, dense_tensors, write, write_both
+from harness.quantized import CONFIG, FORMATS, SHAPES, Format, Tensors, dense_tensors, fp4, write, write_both
 from llmservice_planner.gpu import cpu_device, find_gpu
 from llmservice_planner.quantization import QUANTIZATIONS, Quantization, WeightFormat
 from llmservice_planner.shape import ModelShape
@@ -358,6 +358,17 @@ def test_scales_of_nf4_may_be_stored_as_they_are(tmp_path: Path) -> None:
     save_file(dense, exact / "model.safetensors", {"format": "pt"})
     ours, expected = (Checkpoint.open(each).load(torch.float32, CPU, "dense") for each in (quantized, exact))
     assert torch.equal(logits(ours), logits(expected))
+
+
+def test_4_bits_may_be_those_of_fp4(tmp_path: Path) -> None:
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
+    quantized, exact = write_both(tmp_path, Format(config, fp4))
+    ours, expected = (Checkpoint.open(each).load(torch.float32, CPU, "dense") for each in (quantized, exact))
+    assert torch.equal(logits(ours), logits(expected))
+    predicted = ModelShape.from_folder(quantized).weights_bytes("float32", "stored")
+    assert Checkpoint.open(quantized).load(torch.float32, CPU, "stored").weight_bytes == pytest.approx(
+        predicted, rel=0.01
+    )
 
 
 def test_block_scales_may_be_powers_of_two_in_8_bits(tmp_path: Path) -> None:

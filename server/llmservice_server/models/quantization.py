@@ -34,7 +34,7 @@ def shape_of(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor])
     if (kept := tensors.get("weight_shape")) is not None and kept.numel() == 2:
         outputs, inputs = kept.tolist()
         return outputs, inputs
-    if form.kind == "nf":
+    if form.is_table:
         return _Tensors(form, name, tensors).state().shape
     suffix = next((each for each in ("qweight", "weight_packed") if each in tensors), "weight")
     values = tensors.get(suffix)
@@ -43,7 +43,7 @@ def shape_of(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor])
     return form.shape_of(suffix, (values.shape[0], values.shape[1]), 0)
 
 
-class _Nf4State(msgspec.Struct):
+class _TableState(msgspec.Struct):
     shape: tuple[int, int]
     blocksize: int
     nested_blocksize: int = 0
@@ -77,14 +77,14 @@ class _Tensors:
             raise ModelLoadError(f"{self._name}.{suffix} is {tensor.dtype}, {self._form} makes it {expected}")
         return tensor.reshape(shape)
 
-    def state(self) -> _Nf4State:
-        """What bitsandbytes says of a matrix of NF4, in JSON."""
-        suffix = "weight.quant_state.bitsandbytes__nf4"
+    def state(self) -> _TableState:
+        """What bitsandbytes says of a matrix of NF4 or FP4, in JSON."""
+        suffix = f"weight.quant_state.bitsandbytes__{self._form.kind}{self._form.bits}"
         if suffix not in self:
             raise self.fail(f"it has no {suffix}")
         try:
             return msgspec.json.decode(
-                bytes(self._tensors[suffix].flatten().view(torch.uint8).tolist()), type=_Nf4State
+                bytes(self._tensors[suffix].flatten().view(torch.uint8).tolist()), type=_TableState
             )
         except msgspec.DecodeError as error:
             raise self.fail(f"{suffix} is not as expected: {error}") from error
@@ -226,7 +226,7 @@ def _read_awq(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> 
 
 
 def _read_bitsandbytes(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> QuantizedWeight:
-    """8-bit integers of -127 to 127 times SCB / 127, or NF4: a byte has two places in a table, the first highest.
+    """8-bit integers of -127 to 127 times SCB / 127, or NF4 or FP4: a byte has two places in a table, highest first.
 
     The scales of groups may be in 8 bits themselves: places in another table, times a scale, plus an offset.
     """
