@@ -186,8 +186,7 @@ def test_the_planner_predicts_weights_blocks_and_slots(case: Case) -> None:
     shape = ModelShape.from_folder(case.folder)
     request = SizingRequest(shape=shape, device=cpu_device(1 << 30), max_model_len=256, dtype="float32")
     predicted = plan(request)
-    is_theirs = case.code == "transformers" and shape.architecture == "gpt_oss"  # whose experts stay transformers' own
-    experts = shape.adapted_expert_features > 0 and not is_theirs
+    experts = shape.adapted_expert_features > 0 and _has_experts_of_ours(case)
     settings: dict[str, Any] = {"max_loras": 1, "max_lora_rank": 8, "lora_experts": experts, "max_model_len": 256}
     started = start(case.config(dtype="float32", kv_cache_memory_bytes=predicted.kv_pool_bytes, **settings))
     slots = adapter_term(shape, "float32", 1, 8, experts=experts, on_cpu=True)
@@ -201,6 +200,11 @@ def test_the_planner_predicts_weights_blocks_and_slots(case: Case) -> None:
 
 def _errors(ours: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return (ours - reference).abs().amax(-1) / reference.abs().amax(-1)
+
+
+def _has_experts_of_ours(case: Case) -> bool:
+    model = Checkpoint.open(case.folder, case.code).load(torch.float32, torch.device("cpu"), "dense")
+    return any(model.mixtures())
 
 
 def test_logits_are_the_same_in_chunks_and_over_scattered_blocks(case: Case) -> None:
