@@ -81,7 +81,8 @@ def on_late_device(on_cpu: Started, folder: Path, *, graphs: bool) -> Started:
             buffers = DecodeBuffers(attention, 3, 8)
             capture = CudaCapture()
             decodes = DecodeGraphs(model, attention, buffers, [1, 3], capture)
-            runner.decode_path = StepGraphs(model, attention, (decodes, MixedGraphs(model, attention, [64], capture)))
+            mixed = MixedGraphs(model, attention, [64], capture)
+            runner.decode_path = StepGraphs(model, attention, decodes, capture, mixed)
     swap = SwapSpace(SWAP_BLOCKS, PreemptionCost(copy_block_s=0.0, compute_token_s=1.0))
     return replace(on_cpu, runner=runner, swap=swap, overlaps=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard, runtime_checkable
@@ -315,8 +316,23 @@ def each_linear(model: Model) -> list[Linear]:
     return found
 
 
+class RowAdapters(Protocol):
+    """The adapters of a model, as a decode path applies them: the same work, whichever a row has."""
+
+    num_slots: int
+
+    def by_row(self, slots: torch.Tensor) -> AbstractContextManager[None]:
+        """Within it, the model's products include the adapter in the slot of each row, int32 `[num_rows]`; -1: none."""
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Within it, all slots have random adapters; before and after, none."""
+
+
 class DecodePath(Protocol):
     """A faster implementation of some steps."""
+
+    def adapt(self, adapters: RowAdapters) -> None:
+        """Take steps with adapters too, where it can. Called before anything is cached."""
 
     def takes(self, step: StepInput) -> bool:
         """Whether it can compute such a step."""
@@ -364,8 +380,8 @@ class Backend(Protocol):
     ) -> DecodePath | None:
         """Called before anything is cached. None if there is none, or if its check failed (`fallbacks`)."""
 
-    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int) -> int:
-        """The memory that `decode_path` will take."""
+    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int, adapts: bool) -> int:
+        """The memory that `decode_path` will take, and its `adapt` where it `adapts`."""
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """The next token of each row of float32 logits `[num_rows, vocab_size]`, overwritten: int64 `[num_rows]`.

@@ -47,6 +47,7 @@ class StepInput:
     block_tables: Sequence[Sequence[int]]  # [num_seqs]: token `j` is in block `table[j // block_size]`; array("i")
     pending: PendingTokens | None = None
     more_tables: Sequence[Sequence[Sequence[int]]] = ()  # of each further group of layers; none: they share the first's
+    adapter_slots: Int64Array | None = None  # [num_tokens]: of the adapter of each, -1: none; None: no token has one
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int, Sequence[int]]], token_ids: Sequence[int] | None = None) -> Self:

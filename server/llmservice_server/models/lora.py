@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ import torch
 from llmservice_server.backend.base import LayerOps, Linear, Model, each_linear
 from llmservice_server.backend.experts import Experts, LowRankExperts
 from llmservice_server.backend.quantized import QuantizedLinear
+
+_MOST_RANKS = 256
+"""Of all slots together, where every step multiplies with all of them: a few hundredths of a model of thousands."""
 
 
 class LowRank(NamedTuple):
@@ -37,17 +41,21 @@ class SlotRows(NamedTuple):
 class _Factors:
     """An adapter's factors of one fused matrix: those `down` are stacked, so that the input is multiplied once."""
 
-    down: torch.Tensor  # [parts * rank, in]
-    ups: list[tuple[slice, slice, torch.Tensor]]  # columns of the stacked product, outputs, [out, rank]
+    down: torch.Tensor  # [at most parts * max_rank, in]
+    ups: list[tuple[slice, slice, torch.Tensor]]  # columns of the stacked product, outputs, [rank, out]
 
     def add_to(self, product: torch.Tensor, hidden: torch.Tensor) -> None:
-        """`product` may be float32 where the factors are not."""
         low = hidden @ self.down.t()
         for columns, outputs, up in self.ups:
-            if product.dtype == up.dtype:
-                product[:, outputs].addmm_(low[:, columns], up.t())
-            else:
-                product[:, outputs] += low[:, columns] @ up.t()
+            _add_product(product[:, outputs], low[:, columns], up)
+
+
+def _add_product(product: torch.Tensor, low: torch.Tensor, up: torch.Tensor) -> None:
+    """`product` may be float32 where the factors are not."""
+    if product.dtype == up.dtype:
+        product.addmm_(low, up)
+    else:
+        product += low @ up
 
 
 @dataclass(slots=True)
@@ -55,6 +63,7 @@ class _Rows:
     """Those of the step that is computed, which all matrices share."""
 
     current: Sequence[SlotRows] = ()
+    chosen: torch.Tensor | None = None  # instead: whether a row has the adapter in a slot, [num_rows, slots]
 
 
 @dataclass(slots=True)
@@ -64,7 +73,7 @@ class LoraLinear:
     base: Linear
     bias: torch.Tensor | None  # of `base`
     rows: _Rows
-    factors: list[_Factors | None]  # by slot; None: its adapter does not change this matrix
+    slots: _Slots
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         product = self.base(hidden)
@@ -73,7 +82,11 @@ class LoraLinear:
 
     def add_to(self, product: torch.Tensor, hidden: Callable[[], torch.Tensor]) -> None:
         """What the adapters of the rows change in the base's product of `hidden`."""
-        changes = [(rows, change) for slot, rows in self.rows.current if (change := self.factors[slot]) is not None]
+        if (chosen := self.rows.chosen) is not None:
+            self.slots.add_chosen(product, hidden(), chosen)
+            return
+        factors = self.slots.factors
+        changes = [(rows, change) for slot, rows in self.rows.current if (change := factors[slot]) is not None]
         if changes:
             states = hidden()
             for rows, change in changes:
@@ -122,9 +135,6 @@ class Adaptable:
 
     parts: Mapping[str, int]  # modules of the checkpoint, with the outputs of each, in order
     inputs: int
-
-    def num_elements(self, rank: int) -> int:
-        return rank * sum(self.inputs + outputs for outputs in self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,28 +200,54 @@ def _num_inputs(linear: Linear) -> int:
 
 @dataclass(slots=True)
 class _Slots:
-    """The memory of all slots beside one matrix."""
+    """The memory of all slots beside one matrix: of each of its parts, factors of `max_rank`, or less and zeros."""
 
     adaptable: Adaptable
-    memory: torch.Tensor  # [slots, elements]
-    factors: list[_Factors | None] = field(default_factory=list)
+    downs: torch.Tensor  # [slots, parts * max_rank, in]
+    ups: list[torch.Tensor]  # of each part, [slots, max_rank, out]
+    factors: list[_Factors | None]  # by slot; None: its adapter does not change this matrix
+
+    @classmethod
+    def of(
+        cls, adaptable: Adaptable, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> _Slots:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+        parts = adaptable.parts
+        ups = [zeros(max_rank, outputs) for outputs in parts.values()]
+        return cls(adaptable, zeros(len(parts) * max_rank, adaptable.inputs), ups, [None] * num_slots)
+
+    @property
+    def nbytes(self) -> int:
+        return self.downs.nbytes + sum(up.nbytes for up in self.ups)
 
     def put(self, slot: int, modules: Mapping[str, LowRank]) -> None:
-        parts = self.adaptable.parts
-        changed = [(name, modules[name]) for name in parts if name in modules]
+        down, ends = self.downs[slot].zero_(), accumulate(self.adaptable.parts.values())
+        parts = enumerate(zip(self.adaptable.parts, ends, strict=True))
+        changed = [(number, end, modules[name]) for number, (name, end) in parts if name in modules]
+        self.factors[slot] = None
         if not changed:
-            self.factors[slot] = None
             return
-        ends = dict(zip(parts, torch.tensor([*parts.values()]).cumsum(0).tolist(), strict=True))
-        downs = torch.cat([each.down for _, each in changed])
-        down = self.memory[slot, : downs.numel()].view_as(downs).copy_(downs)
-        ups, first, column = [], downs.numel(), 0
-        for name, (_, given) in changed:
-            outputs, rank = given.shape
-            up = self.memory[slot, first : first + given.numel()].view_as(given).copy_(given)
-            ups.append((slice(column, column + rank), slice(ends[name] - outputs, ends[name]), up))
-            first, column = first + given.numel(), column + rank
-        self.factors[slot] = _Factors(down, ups)
+        max_rank = self.ups[0].shape[1]
+        begin, ups = changed[0][0] * max_rank, []
+        for number, end, given in changed:
+            rank, first = len(given.down), number * max_rank
+            down[first : first + rank] = given.down
+            up = self.ups[number][slot, :rank].copy_(given.up.t())
+            ups.append((slice(first - begin, first - begin + rank), slice(end - len(given.up), end), up))
+        self.factors[slot] = _Factors(down[begin:][: ups[-1][0].stop], ups)
+
+    def add_chosen(self, product: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
+        """The factors of all slots are multiplied with all rows, and of each row one is kept: the same work always."""
+        (num_rows, num_slots), parts = chosen.shape, len(self.ups)
+        low = (hidden @ self.downs.flatten(0, 1).t()).view(num_rows, num_slots, parts, -1)
+        low = torch.where(chosen[:, :, None, None], low, 0).transpose(1, 2).reshape(num_rows, parts, -1)
+        first = 0
+        for number, up in enumerate(self.ups):
+            end = first + up.shape[-1]
+            _add_product(product[:, first:end], low[:, number], up.flatten(0, 1))
+            first = end
 
 
 @dataclass(slots=True)
@@ -262,9 +298,8 @@ class AdapterSlots:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(num_slots, *shape, dtype=dtype, device=device)
 
-        self._slots = [
-            _Slots(each, empty(each.num_elements(max_rank)), [None] * num_slots) for each in adaptables.linears
-        ]
+        self._slots = [_Slots.of(each, num_slots, max_rank, dtype, device) for each in adaptables.linears]
+        self._numbers = torch.arange(num_slots, dtype=torch.int32, device=device)
         self._expert_slots = [
             _ExpertSlots(each, [empty(*shape) for shape in each.shapes(max_rank)], [None] * num_slots)
             for each in self.adaptables.experts
@@ -273,7 +308,7 @@ class AdapterSlots:
     @property
     def nbytes(self) -> int:
         experts = sum(part.nbytes for each in self._expert_slots for part in each.memory)
-        return experts + sum(each.memory.nbytes for each in self._slots)
+        return experts + sum(each.nbytes for each in self._slots)
 
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
@@ -291,7 +326,7 @@ class AdapterSlots:
 
         def wrapped(linear: Linear) -> Linear:
             each = next(slots)
-            return LoraLinear(linear, linear.bias, self._rows, each.factors) if each.adaptable.parts else linear
+            return LoraLinear(linear, linear.bias, self._rows, each) if each.adaptable.parts else linear
 
         model.map_linears(wrapped)
         for mixture, each in zip(model.mixtures(), self._expert_slots, strict=False):
@@ -319,3 +354,32 @@ class AdapterSlots:
             yield
         finally:
             self._rows.current = before
+
+    @property
+    def apply_by_row(self) -> bool:
+        """Whether `by_row` has all that adapters change, and takes little time beside the model."""
+        return not self._expert_slots and self.num_slots * self.max_rank <= _MOST_RANKS
+
+    @contextmanager
+    def by_row(self, slots: torch.Tensor) -> Iterator[None]:
+        """Implements `RowAdapters`."""
+        before, self._rows.chosen = self._rows.chosen, slots[:, None] == self._numbers
+        try:
+            yield
+        finally:
+            self._rows.chosen = before
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Implements `RowAdapters`."""
+        random = torch.Generator(self._numbers.device).manual_seed(0)
+        for each in self._slots:
+            each.downs.normal_(std=max(1, each.adaptable.inputs) ** -0.5, generator=random)
+            for up in each.ups:
+                up.normal_(std=self.max_rank**-0.5, generator=random)
+        try:
+            yield
+        finally:
+            for each in self._slots:
+                for part in (each.downs, *each.ups):
+                    part.zero_()

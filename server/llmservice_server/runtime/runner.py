@@ -134,16 +134,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: StepInput, adapter_rows: Sequence[SlotRows] = ()) -> torch.Tensor:
-        """The model's last states, `[num_tokens, hidden_size]`; valid until the next launch.
-
-        The decode path knows no adapters.
-        """
-        if self.adapters is not None and adapter_rows:
-            with self.adapters.applied(adapter_rows):
-                return self._compute(step)
+        """The model's last states, `[num_tokens, hidden_size]`; valid until the next launch."""
+        if adapter_rows:
+            slots = np.full(len(step.token_ids), -1)
+            for slot, rows in adapter_rows:
+                slots[rows] = slot
+            step = replace(step, adapter_slots=slots)
         if self.decode_path is not None and self.decode_path.takes(step):
             return self.decode_path.run(step)
-        return self._compute(step)
+        if self.adapters is None or not adapter_rows:
+            return self._compute(step)
+        with self.adapters.applied(adapter_rows):
+            return self._compute(step)
 
     def logits(self, hidden: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         """Of states of `requests`, a row of each."""

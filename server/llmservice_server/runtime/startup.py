@@ -105,10 +105,7 @@ def start(config: EngineConfig) -> Started:
         swapped_blocks = _swapped_blocks(config, backend, attention, memory)
     runner = ModelRunner(model, attention, backend, swapped_blocks)
     with phases.phase("decode path"):
-        memory = _make_decode_path(runner, max_num_seqs, kv_cache, memory)
-    if slots is not None:
-        slots.install(model)
-        runner.adapters = slots
+        memory = _make_decode_path(runner, slots, max_num_seqs, kv_cache, memory)
     with phases.phase("warm-up"):
         _warm_up(runner, config, kv_cache)
     started = Started(
@@ -236,7 +233,9 @@ def _load(
         with phases.phase("profiling"):
             activations = measure_activations(model, backend, config)
             max_model_len = config.max_model_len or model.config.max_context
-            graphs = backend.decode_path_bytes(model, max_num_seqs=config.most_seqs, max_model_len=max_model_len)
+            graphs = backend.decode_path_bytes(
+                model, max_num_seqs=config.most_seqs, max_model_len=max_model_len, adapts=adaptables is not None
+            )
         slots, adapters = None, 0
         if adaptables is not None:
             with phases.phase("adapter slots"):
@@ -260,13 +259,23 @@ def _load(
     return model, Memory(total, model.weight_bytes, activations, graphs, adapters, processes), slots
 
 
-def _make_decode_path(runner: ModelRunner, max_num_seqs: int, kv_cache: KVCachePlan, memory: Memory) -> Memory:
-    """Set the runner's decode path; returns `memory` with the measured size of its graphs, not the predicted one."""
+def _make_decode_path(
+    runner: ModelRunner, slots: AdapterSlots | None, max_num_seqs: int, kv_cache: KVCachePlan, memory: Memory
+) -> Memory:
+    """Set the runner's decode path and adapters; returns `memory` with the measured size of graphs, not the predicted.
+
+    The path is made of the model without adapters.
+    """
     backend = runner.backend
     before = backend.free_bytes()
     runner.decode_path = backend.decode_path(
         runner.model, runner.attention, max_num_seqs=max_num_seqs, max_model_len=kv_cache.max_model_len
     )
+    if slots is not None:
+        slots.install(runner.model)
+        runner.adapters = slots
+        if runner.decode_path is not None and slots.apply_by_row:
+            runner.decode_path.adapt(slots)
     if memory.graphs == 0:
         return memory
     taken = max(0, before - backend.free_bytes())

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Decoder, Linear, linears_of
+from llmservice_server.backend.base import Decoder, Linear, RowAdapters, linears_of
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.attention_kernels import rotate_and_decode
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
@@ -51,7 +51,10 @@ class CpuDecode:
         self._inputs = [rows_of(*each) for each in zip((normed, attended, normed, gated), matrices, strict=True)]
 
     def takes(self, step: StepInput) -> bool:
-        return step.is_decode and len(step) <= self._max_num_seqs
+        return step.is_decode and len(step) <= self._max_num_seqs and step.adapter_slots is None
+
+    def adapt(self, adapters: RowAdapters) -> None:
+        """Steps with adapters are computed operation by operation."""
 
     def run(self, step: StepInput) -> torch.Tensor:
         num_seqs = len(step)

@@ -132,12 +132,12 @@ class CudaBackend(TorchBackend):
         _LOG.warning("torch computes instead, more slowly: %s", problem)
         self.fallbacks[part] = problem
 
-    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int) -> int:
+    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int, adapts: bool) -> int:
         if not self._captures:
             return 0
         attention = by_group(self.shape, lambda shape: TritonAttention(shape, 2, self.device))
         try:
-            return decode_graphs.predict_graph_bytes(model, attention, max_num_seqs, max_model_len)
+            return decode_graphs.predict_graph_bytes(model, attention, max_num_seqs, max_model_len, adapts=adapts)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # torch's type for CUDA's errors; `decode_path` says which

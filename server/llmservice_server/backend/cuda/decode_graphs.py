@@ -2,7 +2,8 @@
 
 Graphs are captured for a few batch sizes; a step uses the next larger one, whose padding rows belong to the null block:
 no key is read or stored for them. Everything that differs from step to step is a number in a static buffer, the list of
-parts that long sequences are split into as well. Sampling is not captured.
+parts that long sequences are split into as well. Sampling is not captured. Steps with adapters (LoRA) have graphs of
+their own, where a row's slot is such a number.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -18,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Attend, Decoder, Model
+from llmservice_server.backend.base import Attend, Decoder, Model, RowAdapters
 from llmservice_server.backend.cuda.attention import GraphAttention
 from llmservice_server.backend.cuda.capture import Capture, CudaCapture, Replay
 from llmservice_server.backend.cuda.mixed_graphs import MIXED_SIZES, MixedGraphs
@@ -50,7 +52,7 @@ class DecodeBuffers:
 
     def __init__(self, attention: GraphAttention, max_num_seqs: int, max_num_blocks: int) -> None:
         self._attention = attention
-        sizes: list[tuple[int, ...]] = [(max_num_seqs,)] * 2
+        sizes: list[tuple[int, ...]] = [(max_num_seqs,)] * 3
         self._num_parts = []  # of each part of the attention: of the memory
         for part in attention.parts:
             part.tables.reserve(max_num_seqs, max_num_blocks)
@@ -64,7 +66,7 @@ class DecodeBuffers:
         for size in sizes:
             self._parts.append(self._memory[first : first + math.prod(size)].view(size))
             first += _aligned(size)
-        self.token_ids, self.positions, *_ = self._parts
+        self.token_ids, self.positions, self.adapter_slots, *_ = self._parts
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +74,7 @@ class DecodeBuffers:
 
     def step(self, size: int) -> Attend:
         """The attention of a step of `size` sequences, which reads this memory."""
-        steps, buffers = [], iter(self._parts[2:])
+        steps, buffers = [], iter(self._parts[3:])
         for part, count in zip(self._attention.parts, self._num_parts, strict=True):
             slots, places, *work = islice(buffers, count)
             cut = [each[: size + 1] if each.dim() == 1 else each[: part.num_items(size)] for each in work]
@@ -82,10 +84,13 @@ class DecodeBuffers:
     def fill(self, step: StepInput | None, size: int) -> None:
         """Write one token of each sequence to the first rows, and the null block to the others up to `size`."""
         count = 0 if step is None else len(step)
-        numbers, lengths = np.zeros((2, size), np.int64), np.zeros(size, np.int64)
+        numbers, lengths = np.zeros((3, size), np.int64), np.zeros(size, np.int64)
+        numbers[2] = -1
         if step is not None:
             numbers[0, :count] = step.token_ids
             numbers[1, :count] = step.starts
+            if step.adapter_slots is not None:
+                numbers[2, :count] = step.adapter_slots
             lengths[:count] = step.starts + 1
         filled: list[npt.NDArray[Any]] = [*numbers]
         inputs = [None] * len(self._num_parts) if step is None else self._attention.split(step)
@@ -110,7 +115,7 @@ def _aligned(size: Sequence[int]) -> int:
 
 
 class DecodeGraphs:
-    """Implements `DecodePath`: a model's decode step, captured for `sizes`.
+    """A model's decode step, captured for `sizes`, with `adapters` or for steps without.
 
     The largest is captured first, so that the others reuse its memory.
     """
@@ -122,9 +127,10 @@ class DecodeGraphs:
         buffers: DecodeBuffers,
         sizes: Sequence[int],
         capture: Capture,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self._model = model
-        self._attention = attention
+        self._adapters = adapters
         self.buffers = buffers
         self._graphs: dict[int, tuple[Replay, torch.Tensor]] = {}
         for part in attention.parts:
@@ -132,13 +138,14 @@ class DecodeGraphs:
         for size in sorted(sizes, reverse=True):
             buffers.fill(None, size)
             self._graphs[size] = capture(lambda size=size: self.forward(size))  # type: ignore[misc]
-        self._sizes = sorted(sizes)
+        self.sizes = sorted(sizes)
 
     def takes(self, step: StepInput) -> bool:
-        return step.is_decode and len(step) <= self._sizes[-1]
+        is_adapted = step.adapter_slots is not None
+        return step.is_decode and len(step) <= self.sizes[-1] and is_adapted == (self._adapters is not None)
 
     def run(self, step: StepInput) -> torch.Tensor:
-        size = next(size for size in self._sizes if size >= len(step))
+        size = next(size for size in self.sizes if size >= len(step))
         self.buffers.fill(step, size)
         if step.pending is not None:
             step.pending.put(self.buffers.token_ids)
@@ -149,7 +156,8 @@ class DecodeGraphs:
     def forward(self, size: int) -> torch.Tensor:
         """The work that is captured: the model on the first `size` rows of the buffers."""
         buffers = self.buffers
-        return self._model.forward(buffers.token_ids[:size], buffers.positions[:size], buffers.step(size))
+        with nullcontext() if self._adapters is None else self._adapters.by_row(buffers.adapter_slots[:size]):
+            return self._model.forward(buffers.token_ids[:size], buffers.positions[:size], buffers.step(size))
 
 
 def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
@@ -160,10 +168,36 @@ def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
 class StepGraphs:
     """Implements `DecodePath`: decode steps as one graph, others of few tokens as several, if the model has layers."""
 
-    def __init__(self, model: Model, attention: GraphAttention, paths: Sequence[DecodeGraphs | MixedGraphs]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: GraphAttention,
+        decodes: DecodeGraphs,
+        capture: Capture,
+        mixed: MixedGraphs | None = None,
+    ) -> None:
         self._model = model
         self._attention = attention
-        self._paths = paths
+        self._decodes = decodes
+        self._capture = capture
+        self._paths: list[DecodeGraphs | MixedGraphs] = [decodes, *([] if mixed is None else [mixed])]
+
+    @torch.inference_mode()
+    def adapt(self, adapters: RowAdapters) -> None:
+        """Only decode steps; those with a longer piece of a prompt are launched kernel by kernel."""
+        before, buffers, sizes = self._paths, self._decodes.buffers, self._decodes.sizes
+        try:
+            decodes = DecodeGraphs(self._model, self._attention, buffers, sizes, self._capture, adapters)
+            self._paths = [*before, decodes]
+            with adapters.trial():
+                problem = self.why_wrong(len(self._attention.caches[0]), sizes[-1], adapters)
+        except RuntimeError as error:  # as in `capture_graphs`
+            problem = str(error).splitlines()[0]
+        if problem is None:
+            _LOG.info("captured CUDA graphs of 1 to %d decodes with adapters", sizes[-1])
+        else:
+            self._paths = before
+            _LOG.warning("decodes with adapters are launched kernel by kernel, more slowly: %s", problem)
 
     def takes(self, step: StepInput) -> bool:
         return any(path.takes(step) for path in self._paths)
@@ -171,11 +205,11 @@ class StepGraphs:
     def run(self, step: StepInput) -> torch.Tensor:
         return next(path for path in self._paths if path.takes(step)).run(step)
 
-    def why_wrong(self, num_blocks: int, max_num_seqs: int) -> str | None:
+    def why_wrong(self, num_blocks: int, max_num_seqs: int, adapters: RowAdapters | None = None) -> str | None:
         """Compare steps with the model run without graphs: one sequence, as many as there may be, chunks among them.
 
-        One has many blocks, so that it is split and exceeds the windows of most models. None if all agree. Writes to
-        the blocks from 1 on.
+        With `adapters` each sequence has another one, or none. One has many blocks, so that it is split and exceeds the
+        windows of most models. None if all agree. Writes to the blocks from 1 on.
         """
         first, attention = self._attention.parts[0], self._attention
         groups = attention.num_groups if isinstance(attention, GroupedAttention) else 1
@@ -193,34 +227,41 @@ class StepGraphs:
                 [range(table.start + group * each, table.stop + group * each) for *_, table in runs]
                 for group in range(1, groups)
             ]
-            return replace(StepInput.of(runs, tokens.tolist()), more_tables=more)
+            step = replace(StepInput.of(runs, tokens.tolist()), more_tables=more)
+            if adapters is None:
+                return step
+            return replace(step, adapter_slots=np.arange(len(tokens)) % (adapters.num_slots + 1) - 1)
 
         for start in range(0, longest, _CHUNK):
-            self._plain(step_of([(start, min(_CHUNK, longest - start), long_table)]))
+            self._plain(step_of([(start, min(_CHUNK, longest - start), long_table)]), adapters)
         few = min(longest // 2, _CHUNK // 2)
         decode, chunk = (longest - 1, 1, long_table), (longest - few, few, long_table)
         for step in map(step_of, ([decode], [decode, *others], [chunk, *others[:8]])):
             if not self.takes(step):
                 continue
-            replayed, plain = self.run(step).float().clone(), self._plain(step).float()
+            replayed, plain = self.run(step).float().clone(), self._plain(step, adapters).float()
             error = float((replayed - plain).norm() / plain.norm())
             if not error <= _TOLERANCE:
                 return f"a graph of {len(step)} sequences differs by {error:.2g} from the same step without it"
         return None
 
-    def _plain(self, step: StepInput) -> torch.Tensor:
-        device = self._model.device
-        attend = self._attention.prepare(step)
-        return self._model.forward(
-            torch.from_numpy(step.token_ids).to(device), torch.from_numpy(step.positions).to(device), attend
-        )
+    def _plain(self, step: StepInput, adapters: RowAdapters | None) -> torch.Tensor:
+        def on_device(numbers: npt.NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(numbers).to(self._model.device)
+
+        attend, slots = self._attention.prepare(step), step.adapter_slots
+        with nullcontext() if adapters is None or slots is None else adapters.by_row(on_device(slots)):
+            return self._model.forward(on_device(step.token_ids), on_device(step.positions), attend)
 
 
 @torch.inference_mode()
-def predict_graph_bytes(model: Model, attention: GraphAttention, max_num_seqs: int, max_model_len: int) -> int:
+def predict_graph_bytes(
+    model: Model, attention: GraphAttention, max_num_seqs: int, max_model_len: int, *, adapts: bool
+) -> int:
     """Capture the two largest graphs of each kind on a cache of any size, and measure and free them.
 
-    Raises RuntimeError (torch's) where the model cannot be captured.
+    Graphs of steps with adapters are counted like those without. Raises RuntimeError (torch's) where the model cannot
+    be captured.
     """
     sizes = capture_sizes(max_num_seqs)
     buffers = _buffers(attention, sizes[-1], max_model_len)
@@ -231,7 +272,7 @@ def predict_graph_bytes(model: Model, attention: GraphAttention, max_num_seqs: i
         before = cuda_free_bytes(model.device)
         kept.append(DecodeGraphs(model, attention, buffers, [size], capture))
         taken.append(before - cuda_free_bytes(model.device))
-    total = buffers.nbytes + graph_bytes(taken[0], max(0, taken[-1]), len(sizes))
+    total = buffers.nbytes + graph_bytes(taken[0], max(0, taken[-1]), len(sizes)) * (2 if adapts else 1)
     if not isinstance(model, Decoder):
         return total
     mixed = []
@@ -251,19 +292,16 @@ def capture_graphs(model: Model, attention: GraphAttention, max_num_seqs: int, m
     sizes = capture_sizes(max_num_seqs)
     try:
         capture = CudaCapture()
-        paths: list[DecodeGraphs | MixedGraphs] = [
-            DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, capture)
-        ]
-        if isinstance(model, Decoder):
-            paths.append(MixedGraphs(model, attention, MIXED_SIZES, capture))
-        graphs = StepGraphs(model, attention, paths)
+        decodes = DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, capture)
+        mixed = MixedGraphs(model, attention, MIXED_SIZES, capture) if isinstance(model, Decoder) else None
+        graphs = StepGraphs(model, attention, decodes, capture, mixed)
         problem = graphs.why_wrong(len(attention.caches[0]), max_num_seqs)
     except RuntimeError as error:  # torch's type for CUDA's errors; out of memory is one of them
         return str(error).splitlines()[0]
     if problem is not None:
         return problem
-    mixed = f", and of up to {MIXED_SIZES[-1]} tokens" if len(paths) > 1 else ""
-    _LOG.info("captured CUDA graphs of 1 to %d decodes%s", sizes[-1], mixed)
+    others = "" if mixed is None else f", and of up to {MIXED_SIZES[-1]} tokens"
+    _LOG.info("captured CUDA graphs of 1 to %d decodes%s", sizes[-1], others)
     return graphs
 
 

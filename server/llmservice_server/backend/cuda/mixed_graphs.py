@@ -44,7 +44,7 @@ class MixedGraphs:
         self._graphs = {size: self._captured(size, capture) for size in self._sizes[::-1]}
 
     def takes(self, step: StepInput) -> bool:
-        return len(step.token_ids) <= self._sizes[-1]
+        return len(step.token_ids) <= self._sizes[-1] and step.adapter_slots is None
 
     def run(self, step: StepInput) -> torch.Tensor:
         count = len(step.token_ids)

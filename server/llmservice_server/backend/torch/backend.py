@@ -76,7 +76,7 @@ class TorchBackend:
     ) -> DecodePath | None:
         return None
 
-    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int) -> int:
+    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int, adapts: bool) -> int:
         return 0
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -26,6 +26,7 @@ from llmservice_server.backend.cuda.mixed_graphs import MixedGraphs
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.step_input import PendingTokens, StepInput
 from llmservice_server.models.decoder import DecoderModel
+from llmservice_server.models.lora import Adaptables, AdapterSlots, LowRank, SlotRows
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
@@ -124,7 +125,7 @@ def test_steps_with_chunks_and_too_many_sequences_are_not_taken(model: DecoderMo
 
 def step_graphs(model: DecoderModel, attention: TritonAttention, capture: Any) -> StepGraphs:
     decode = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 5), [1, 2], capture)
-    return StepGraphs(model, attention, (decode, MixedGraphs(model, attention, [64, 128], capture)))
+    return StepGraphs(model, attention, decode, capture, MixedGraphs(model, attention, [64, 128], capture))
 
 
 @pytest.mark.parametrize("forgets", ["nothing", "decodes", "chunks"])
@@ -139,6 +140,65 @@ def test_a_graph_that_does_something_else_is_found_out(model: DecoderModel, forg
 
     problem = step_graphs(model, attention, capture).why_wrong(len(attention.caches[0]), 2)
     assert problem is None if forgets == "nothing" else problem is not None and "differs by" in problem
+
+
+def with_adapters(folder: Path) -> tuple[DecoderModel, AdapterSlots]:
+    """A model with three empty slots."""
+    write_tiny_model(folder, TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
+    model = Checkpoint.open(folder).load(torch.float32, CPU)
+    slots = AdapterSlots(Adaptables.of(model), 3, 8, torch.float32, CPU, with_experts=False)
+    slots.install(model)
+    return model, slots
+
+
+@torch.inference_mode()
+def test_rows_of_a_graph_have_the_adapters_that_they_have_without_it(tmp_path: Path) -> None:
+    model, adapters = with_adapters(tmp_path)
+    attention, other = attention_of(model), attention_of(model)
+    graphs = step_graphs(model, attention, Recorder())
+    without = StepInput.of([(0, 1, [3]), (0, 1, [5])], [5, 6])
+    assert not graphs.takes(replace(without, adapter_slots=np.array([-1, 0])))
+    graphs.adapt(adapters)
+    random = torch.Generator().manual_seed(0)
+    for slot, rank, parts in ((0, 8, ("q_proj", "v_proj", "down_proj")), (2, 3, ("k_proj", "gate_proj", "o_proj"))):
+        modules = {
+            name: LowRank(*(torch.randn(*size, generator=random) / 8 for size in ((rank, inputs), (outputs, rank))))
+            for name, (outputs, inputs) in adapters.modules.items()
+            if name.endswith(parts)
+        }
+        adapters.put(slot, adapters.pack(modules))
+    attention.caches[0].zero_()
+    for slots in ([-1, 0], [0, 2], [2, -1], [2, 2]):
+        step = replace(without, adapter_slots=np.array(slots))
+        assert graphs.takes(step)
+        rows = [SlotRows(slot, slice(row, row + 1)) for row, slot in enumerate(slots) if slot >= 0]
+        with adapters.applied(rows):
+            expected = plain(model, other, step)
+        torch.testing.assert_close(graphs.run(step), expected)
+        assert not torch.allclose(expected, plain(model, other, without), rtol=0.1)
+        torch.testing.assert_close(graphs.run(without), plain(model, other, without))
+    adapters.put(2, adapters.pack({}))
+    torch.testing.assert_close(graphs.run(step), plain(model, other, without))
+
+
+@torch.inference_mode()
+def test_graphs_with_adapters_that_do_something_else_are_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, adapters = with_adapters(tmp_path)
+    attention, right, forgets = attention_of(model), Recorder(), False
+
+    def capture(work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        replay, output = right(work)
+        return (lambda: None) if forgets else replay, output
+
+    graphs = step_graphs(model, attention, capture)
+    forgets = True
+    graphs.adapt(adapters)
+    step = StepInput.of([(0, 1, [3])], [5])
+    assert graphs.takes(step)
+    assert not graphs.takes(replace(step, adapter_slots=np.array([0])))
+    assert "launched kernel by kernel, more slowly: a graph of 1 sequences differs" in caplog.text
 
 
 @torch.inference_mode()
@@ -210,7 +270,7 @@ def test_groups_of_layers_have_tables_of_their_own(model: DecoderModel) -> None:
     attention = by_group(other.shape, lambda of_group: attention_of(model, of_group.windows))
     capture = Recorder()
     decodes = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [2], capture)
-    graphs = StepGraphs(model, attention, (decodes, MixedGraphs(model, attention, [64], capture)))
+    graphs = StepGraphs(model, attention, decodes, capture, MixedGraphs(model, attention, [64], capture))
     steps = [(0, 40, [1, 2, 3], [4, 5, 6]), (40, 9, [1, 2, 3, 7], [0, 5, 6, 8]), (49, 1, [1, 2, 3, 7], [0, 5, 6, 8])]
     for start, count, full, sliding in steps:
         same = StepInput.of([(start, count, full)], range(count))
@@ -252,4 +312,4 @@ def test_the_check_keeps_the_keys_of_two_kinds_of_heads_apart(tmp_path: Path) ->
     shape = KVCacheShape.of(model.config, BLOCK_SIZE, torch.float32)
     attention = by_group(shape, lambda of_group: TritonAttention(of_group, 12, CPU))
     graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 5), [1, 2], Recorder())
-    assert StepGraphs(model, attention, [graphs]).why_wrong(12, 2) is None
+    assert StepGraphs(model, attention, graphs, Recorder()).why_wrong(12, 2) is None
