@@ -128,8 +128,8 @@ bench-reality: setup ## the simulator against a cluster with timed models, and a
 bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 9 minutes; benchmarks/gpu.py --rehearse needs none)
 	$(BIN)/python benchmarks/gpu.py
 
-bench-gpu-models: setup ## every model family, quantised format and adapters on a CUDA GPU (within 5 minutes)
-	$(BIN)/python benchmarks/gpu.py --only families formats by_transformers
+bench-gpu-models: setup ## every model family, quantised format and adapters on a CUDA GPU (within 6 minutes)
+	$(BIN)/python benchmarks/gpu.py --only families formats by_transformers with_adapters
 
 clean:
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,12 +1,12 @@
-"""`make bench-gpu`: what needs a GPU, in less than nine minutes; `make bench-gpu-models`: all models there, in five.
+"""`make bench-gpu`: what needs a GPU, in less than nine minutes; `make bench-gpu-models`: all models there, in six.
 
 Ceilings, start-up by phase, memory compared with the plan, decode and prefill as shares of the ceilings, host
 synchronisations, throughput compared with transformers, attention, quantised products and experts, the attention race,
 sampling, swapping, kernels compared with torch, out-of-memory handling, overlap on and off; the most important first.
 The other command compares model families, quantised formats and adapters with transformers, and measures a model by
-transformers' code. Needs torch with CUDA, Triton, msgspec, pydantic, safetensors and transformers; no HTTP server.
-gpu.json and gpu.md are rewritten after each section. Sections that are not run keep their results of the same GPU, each
-with its commit, so that they can be run one by one.
+transformers' code and one with adapters. Needs torch with CUDA, Triton, msgspec, pydantic, safetensors and
+transformers; no HTTP server. gpu.json and gpu.md are rewritten after each section. Sections that are not run keep their
+results of the same GPU, each with its commit, so that they can be run one by one.
 
     python benchmarks/gpu.py [--only NAME …] [--minutes 8.5] [--folder DIR] [--out DIR]
     python benchmarks/gpu.py --rehearse    every section with small sizes on a CPU, to test that it runs (a minute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,10 +20,12 @@ from llmservice_planner.sizing_request import SizingRequest
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.engine import Engine
+from llmservice_server.models.lora import SlotRows
 from llmservice_server.runtime import startup
 from llmservice_server.runtime.startup import model_runner
 
 _MIXED_PROMPT, _MIXED_DECODES = 256, 64  # tokens, sequences
+_NUM_ADAPTERS = 4
 
 
 def checkpoint(bench: Bench) -> Findings:
@@ -103,7 +106,23 @@ def by_transformers(bench: Bench) -> Findings:
     return found
 
 
-def _decode(bench: Bench, engine: Engine, part: str) -> tuple[Findings, list[float]]:
+def with_adapters(bench: Bench) -> Findings:
+    """Decode steps of the same checkpoint whose rows have four adapters of rank 16 in turn."""
+    bench.clear()
+    engine = bench.start(max_loras=_NUM_ADAPTERS, max_lora_rank=16)
+    runner = model_runner(engine)
+    assert runner.adapters is not None  # noqa: S101  # there are slots
+    for cache in runner.attention.caches:
+        cache.normal_()
+    with torch.inference_mode(), runner.adapters.trial():
+        found, _ = _decode(bench, engine, "decode step with adapters", num_adapters=_NUM_ADAPTERS)
+    step = replace(StepInput.of([(0, 1, [1])]), adapter_slots=np.zeros(1, np.int64))
+    are_graphs = runner.decode_path is not None and runner.decode_path.takes(step)
+    found.checks.append(Check("decode steps with adapters as CUDA graphs", "= 1", are_graphs))
+    return found
+
+
+def _decode(bench: Bench, engine: Engine, part: str, num_adapters: int = 0) -> tuple[Findings, list[float]]:
     """Also the shares of the copy bandwidth."""
     found, shares = Findings(), []
     runner, block_size, context = model_runner(engine), engine.ready.block_size, bench.sizes.context
@@ -118,9 +137,11 @@ def _decode(bench: Bench, engine: Engine, part: str) -> tuple[Findings, list[flo
             (context - 1, 1, range(1 + place * blocks_each, 1 + (place + 1) * blocks_each)) for place in range(batch)
         )
 
-        def step(decodes: StepInput = decodes) -> None:
+        rows = [SlotRows(place % num_adapters, slice(place, place + 1)) for place in range(batch) if num_adapters]
+
+        def step(decodes: StepInput = decodes, rows: list[SlotRows] = rows) -> None:
             with torch.inference_mode():
-                runner.model.logits(runner.forward(decodes))
+                runner.model.logits(runner.forward(decodes, rows))
 
         p50_s, p99_s = np.percentile(bench.gpu.timings_s(step, bench.sizes.step_repetitions), (50, 99)).tolist()
         config = runner.model.config

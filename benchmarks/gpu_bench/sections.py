@@ -131,12 +131,13 @@ SECTIONS: dict[str, int] = {
     "families": 110,
     "formats": 90,
     "by_transformers": 30,
+    "with_adapters": 30,
     "out_of_memory": 25,
     "overlap": 105,
 }
-"""The sections in the order of their importance, with the expected seconds, as measured on an H200. A section is
-skipped if less time is left."""
-MODELS = ("families", "formats", "by_transformers")
+"""The sections in the order of their importance, with the expected seconds, as measured on an H200 (with_adapters:
+as by_transformers). A section is skipped if less time is left."""
+MODELS = ("families", "formats", "by_transformers", "with_adapters")
 """Those of `make bench-gpu-models`: the other run would be too long with them."""
 GRACE_S = 60
 """A section that exceeds its expected time by this counts as hung: its process prints a traceback and exits."""

@@ -50,6 +50,7 @@ def sections() -> dict[str, Callable[[Bench], Findings]]:
         "families": families.families,
         "formats": families.formats,
         "by_transformers": engine.by_transformers,
+        "with_adapters": engine.with_adapters,
         "out_of_memory": faults.out_of_memory,
         "overlap": overlap.compare,
     }

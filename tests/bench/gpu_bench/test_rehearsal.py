@@ -43,6 +43,7 @@ PARTS: dict[str, dict[str, int]] = {
     "families": {"family": 2},
     "formats": {"family": 2},
     "by_transformers": {"decode step of transformers' code": 2},
+    "with_adapters": {"decode step with adapters": 2},
     "attention_race": {"attention race": 2},
     "sampling": {"sampling": 8},
     "swapping": {"swap out": 1},
