@@ -63,7 +63,7 @@ class _Rows:
     """Those of the step that is computed, which all matrices share."""
 
     current: Sequence[SlotRows] = ()
-    chosen: torch.Tensor | None = None  # instead: whether a row has the adapter in a slot, [num_rows, slots]
+    others: torch.Tensor | None = None  # instead: whether a row lacks the adapter in a slot, [num_rows, slots]
 
 
 @dataclass(slots=True)
@@ -82,8 +82,8 @@ class LoraLinear:
 
     def add_to(self, product: torch.Tensor, hidden: Callable[[], torch.Tensor]) -> None:
         """What the adapters of the rows change in the base's product of `hidden`."""
-        if (chosen := self.rows.chosen) is not None:
-            self.slots.add_chosen(product, hidden(), chosen)
+        if (others := self.rows.others) is not None:
+            self.slots.add_by_row(product, hidden(), others)
             return
         factors = self.slots.factors
         changes = [(rows, change) for slot, rows in self.rows.current if (change := factors[slot]) is not None]
@@ -238,11 +238,11 @@ class _Slots:
             ups.append((slice(first - begin, first - begin + rank), slice(end - len(given.up), end), up))
         self.factors[slot] = _Factors(down[begin:][: ups[-1][0].stop], ups)
 
-    def add_chosen(self, product: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
+    def add_by_row(self, product: torch.Tensor, hidden: torch.Tensor, others: torch.Tensor) -> None:
         """The factors of all slots are multiplied with all rows, and of each row one is kept: the same work always."""
-        (num_rows, num_slots), parts = chosen.shape, len(self.ups)
+        (num_rows, num_slots), parts = others.shape, len(self.ups)
         low = (hidden @ self.downs.flatten(0, 1).t()).view(num_rows, num_slots, parts, -1)
-        low = torch.where(chosen[:, :, None, None], low, 0).transpose(1, 2).reshape(num_rows, parts, -1)
+        low = low.masked_fill_(others[:, :, None, None], 0).transpose(1, 2).reshape(num_rows, parts, -1)
         first = 0
         for number, up in enumerate(self.ups):
             end = first + up.shape[-1]
@@ -363,11 +363,11 @@ class AdapterSlots:
     @contextmanager
     def by_row(self, slots: torch.Tensor) -> Iterator[None]:
         """Implements `RowAdapters`."""
-        before, self._rows.chosen = self._rows.chosen, slots[:, None] == self._numbers
+        before, self._rows.others = self._rows.others, slots[:, None] != self._numbers
         try:
             yield
         finally:
-            self._rows.chosen = before
+            self._rows.others = before
 
     @contextmanager
     def trial(self) -> Iterator[None]:
