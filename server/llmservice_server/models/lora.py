@@ -20,7 +20,7 @@ from llmservice_server.backend.experts import Experts, LowRankExperts
 from llmservice_server.backend.quantized import QuantizedLinear
 
 _MOST_RANKS = 256
-"""Of all slots together, where every step multiplies with all of them: a few hundredths of a model of thousands."""
+"""Of all slots together, where steps multiply with all of them: a few hundredths of the work of a model 4096 wide."""
 
 
 class LowRank(NamedTuple):
@@ -234,12 +234,15 @@ class _Slots:
         for number, end, given in changed:
             rank, first = len(given.down), number * max_rank
             down[first : first + rank] = given.down
-            up = self.ups[number][slot, :rank].copy_(given.up.t())
-            ups.append((slice(first - begin, first - begin + rank), slice(end - len(given.up), end), up))
+            up = self.ups[number][slot, :rank].copy_(given.up)
+            ups.append((slice(first - begin, first - begin + rank), slice(end - up.shape[1], end), up))
         self.factors[slot] = _Factors(down[begin:][: ups[-1][0].stop], ups)
 
     def add_by_row(self, product: torch.Tensor, hidden: torch.Tensor, others: torch.Tensor) -> None:
-        """The factors of all slots are multiplied with all rows, and of each row one is kept: the same work always."""
+        """The factors of all slots are multiplied with all rows, and of each row those of one are kept.
+
+        So the work is always the same. others: `[num_rows, slots]`.
+        """
         (num_rows, num_slots), parts = others.shape, len(self.ups)
         low = (hidden @ self.downs.flatten(0, 1).t()).view(num_rows, num_slots, parts, -1)
         low = low.masked_fill_(others[:, :, None, None], 0).transpose(1, 2).reshape(num_rows, parts, -1)
@@ -269,7 +272,7 @@ class _ExpertSlots:
 class PackedAdapter(NamedTuple):
     """What a slot gets."""
 
-    modules: Mapping[str, LowRank]
+    modules: Mapping[str, LowRank]  # with `up` as slots have it, [rank, out]
     experts: Sequence[LowRankExperts | None]  # of each layer that has some
 
 
@@ -335,8 +338,10 @@ class AdapterSlots:
             mixture.experts = LoraExperts(*parts, base=base, rows=self._rows, changes=each.changes)
 
     def pack(self, modules: dict[str, LowRank]) -> PackedAdapter:
-        """On the host, so that `put` only copies. `modules` loses those of experts, so that little is held twice."""
+        """On the host, so that `put` only copies. `modules` is used up, so that little is held twice."""
         experts = [each.take(modules, self.max_rank, self.dtype) for each in self.adaptables.experts]
+        for name, (down, up) in modules.items():
+            modules[name] = LowRank(down, up.t().contiguous())
         return PackedAdapter(modules, experts)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
