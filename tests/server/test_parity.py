@@ -216,7 +216,14 @@ def test_logits_are_the_same_in_chunks_and_over_scattered_blocks(case: Case) -> 
 
 
 OTHER_NAMES = {"n_embd": 48, "n_layer": 3, "n_head": 6, "d_model": 48, "n_layers": 3, "n_heads": 6, "n_positions": 512}
-OTHER_EXPERTS = {"n_routed_experts": 4, "num_local_experts": 4, "n_group": 1, "topk_group": 1, "moe_topk": 2}
+OTHER_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_topk": 2,
+    "n_shared_experts": 1,
+}
 NOT_LISTED = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {family.model_type for family in (FAMILIES | OTHERS).values()}
 MOST_PARAMETERS = 10_000_000
 NOT_PLANNED = {"ctrl", "moshi"}  # tables of positions that are in no file, and an audio model beside it
@@ -243,9 +250,11 @@ def test_every_other_decoder_of_transformers_is_computed_or_refused(model_type: 
 def _small(model_type: str) -> Family:
     """Settings of those names that its configuration has."""
     default = AutoConfig.for_model(model_type)
+    keys = default.to_dict()  # layers may differ in some of them, which transformers then refuses to name
     wanted = {**SMALL, **OTHER_NAMES, **EXPERTS, **OTHER_EXPERTS, **PADDING, "head_dim": 16}
-    settings = {key: value for key, value in wanted.items() if hasattr(default, key)}
-    if kinds := getattr(default, "layer_types", None):
+    wanted |= {"hidden_size_per_layer_input": 0}  # Gemma 4 without them
+    settings = {key: value for key, value in wanted.items() if key in keys or hasattr(default, key)}
+    if kinds := keys.get("layer_types"):
         settings["layer_types"] = kinds[: SMALL["num_hidden_layers"]]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
