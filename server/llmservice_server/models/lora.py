@@ -23,6 +23,11 @@ _MOST_RANKS = 256
 """Of all slots together, where steps multiply with all of them: a few hundredths of the work of a model 4096 wide."""
 
 
+def can_apply_by_row(num_slots: int, max_rank: int, *, with_experts: bool) -> bool:
+    """Whether `AdapterSlots.by_row` has all that adapters change, and takes little time beside the model."""
+    return not with_experts and num_slots * max_rank <= _MOST_RANKS
+
+
 class LowRank(NamedTuple):
     """The two factors of a module's change."""
 
@@ -362,8 +367,7 @@ class AdapterSlots:
 
     @property
     def apply_by_row(self) -> bool:
-        """Whether `by_row` has all that adapters change, and takes little time beside the model."""
-        return not self._expert_slots and self.num_slots * self.max_rank <= _MOST_RANKS
+        return can_apply_by_row(self.num_slots, self.max_rank, with_experts=bool(self._expert_slots))
 
     @contextmanager
     def by_row(self, slots: torch.Tensor) -> Iterator[None]:

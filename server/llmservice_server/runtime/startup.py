@@ -23,7 +23,7 @@ from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
-from llmservice_server.models.lora import Adaptables, AdapterSlots
+from llmservice_server.models.lora import Adaptables, AdapterSlots, can_apply_by_row
 from llmservice_server.runtime.adapters import SlotStore
 from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel, checkpoint_pooling
 from llmservice_server.runtime.loader import Checkpoint
@@ -233,8 +233,11 @@ def _load(
         with phases.phase("profiling"):
             activations = measure_activations(model, backend, config)
             max_model_len = config.max_model_len or model.config.max_context
+            adapts = adaptables is not None and can_apply_by_row(
+                config.max_loras, config.max_lora_rank, with_experts=config.lora_experts
+            )
             graphs = backend.decode_path_bytes(
-                model, max_num_seqs=config.most_seqs, max_model_len=max_model_len, adapts=adaptables is not None
+                model, max_num_seqs=config.most_seqs, max_model_len=max_model_len, adapts=adapts
             )
         slots, adapters = None, 0
         if adaptables is not None:

@@ -208,7 +208,7 @@ class StepGraphs:
     def why_wrong(self, num_blocks: int, max_num_seqs: int, adapters: RowAdapters | None = None) -> str | None:
         """Compare steps with the model run without graphs: one sequence, as many as there may be, chunks among them.
 
-        With `adapters` each sequence has another one, or none. One has many blocks, so that it is split and exceeds the
+        With `adapters` each token has another one, or none. One has many blocks, so that it is split and exceeds the
         windows of most models. None if all agree. Writes to the blocks from 1 on.
         """
         first, attention = self._attention.parts[0], self._attention
