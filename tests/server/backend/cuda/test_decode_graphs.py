@@ -26,7 +26,7 @@ from llmservice_server.backend.cuda.mixed_graphs import MixedGraphs
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.step_input import PendingTokens, StepInput
 from llmservice_server.models.decoder import DecoderModel
-from llmservice_server.models.lora import Adaptables, AdapterSlots, LowRank, SlotRows
+from llmservice_server.models.lora import Adaptables, AdapterSlots, LowRank, SlotRows, can_apply_by_row
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
@@ -179,6 +179,12 @@ def test_rows_of_a_graph_have_the_adapters_that_they_have_without_it(tmp_path: P
         torch.testing.assert_close(graphs.run(without), plain(model, other, without))
     adapters.put(2, adapters.pack({}))
     torch.testing.assert_close(graphs.run(step), plain(model, other, without))
+
+
+def test_adapters_of_experts_and_of_many_ranks_have_no_graphs() -> None:
+    assert can_apply_by_row(4, 64, with_experts=False)
+    assert not can_apply_by_row(5, 64, with_experts=False)
+    assert not can_apply_by_row(4, 8, with_experts=True)
 
 
 @torch.inference_mode()
