@@ -111,7 +111,7 @@ class ChatFormat:
     def delta(self, output: CompletionOutput) -> Sequence[Choice]:
         parts: list[Choice] = []
         index, logprobs, parsed = output.index, self._logprobs(output), self._parse(output)
-        calls = [_call_delta(call) for call in parsed.calls] or None
+        calls = [_call_delta(call) for call in merge(parsed.calls)] or None
         reasoning = parsed.reasoning or None
         if parsed.content or calls or reasoning or (logprobs is not None and logprobs.content):
             content = parsed.content if parsed.content or not (calls or reasoning) else None
@@ -131,8 +131,9 @@ class ChatFormat:
         return parsed
 
     def _finish_reason(self, output: CompletionOutput) -> str | None:
-        """As at OpenAI, a call of the tool that the request names ends with "stop"."""
-        called = self._parsers[output.index].num_calls > 0 and not self._has_named_tool
+        """As at OpenAI, a call of the tool that the request names ends with "stop"; so does one that it cuts off."""
+        parser = self._parsers[output.index]
+        called = parser.num_calls > 0 and not parser.in_call and not self._has_named_tool
         return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from llmservice_server.engine.adapters import adapter_key
@@ -13,6 +16,7 @@ from llmservice_server.http.protocol.generation import GenerationRequest
 from llmservice_server.sampling.grammar import check_grammar, json_grammar
 from llmservice_server.text.chat_template import TemplateOptions
 from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer
+from llmservice_server.text.tool_calls import ToolSchema
 from llmservice_server.types.errors import GrammarError
 from llmservice_server.types.messages import AdapterInfo, Ready
 
@@ -155,17 +159,32 @@ def _chat_grammar(request: ChatRequest, tokenizer: Tokenizer, prompt: Sequence[i
         )
     if request.structured_outputs is not None and request.answer_schema is None:
         raise invalid("structured_outputs beside tools must be json", param="structured_outputs")
-    if answer is not None and request.tool_choice == "auto" and not formats.distinguishes_json:
+    if answer is not None and not request.must_call and not formats.distinguishes_json:
         raise invalid(
             "response_format and tools cannot be distinguished with this model, which writes both as bare JSON: "
             "leave one out, or set tool_choice",
             param="response_format",
         )
-    required = request.tool_choice != "auto"
-    return formats.tool_grammar(
-        request.callable_tools,
-        beginning,
-        required=required,
+    grammar_of = partial(
+        formats.tool_grammar,
+        beginning=beginning,
+        required=request.must_call,
         parallel=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
-        otherwise=None if required else answer,
+        otherwise=None if request.must_call else answer,
     )
+    with suppress(GrammarError):
+        grammar = grammar_of(request.callable_tools)
+        check_grammar(grammar)
+        return grammar
+    return grammar_of([_expressible(tool, grammar_of) for tool in request.callable_tools])
+
+
+def _expressible(tool: ToolSchema, grammar_of: Callable[[Sequence[ToolSchema]], str]) -> ToolSchema:
+    """With any arguments, unless the tool is strict, where no grammar holds an answer to its schema."""
+    try:
+        check_grammar(grammar_of([tool]))
+    except GrammarError as error:
+        if tool.strict:
+            raise GrammarError(f"the parameters of {tool.name}: {error}") from error
+        return replace(tool, arguments={"type": "object"})
+    return tool

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _REMEMBERED_GRAMMARS = 128  # clients send the same few again and again
 _THREADS = 4  # a grammar that takes seconds delays no other; the library releases the interpreter's lock
+_WHITE_SPACE = r"[ \t\n]{1,24}"
+WHITE_SPACE = f"(/{_WHITE_SPACE}/)?"
+"""In a rule: white space between the parts of JSON, or none."""
 _MAX_MASK_S = 0.025  # that a mask may take: all of a step's sequences wait for it, and a sensible one takes under 1 ms
 TOO_COMPLEX = (
     "the grammar is too complex to follow within the limits of a step: use a smaller schema, fewer tools, or a pattern "
@@ -33,7 +36,7 @@ TOO_COMPLEX = (
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """The grammar of JSON that is valid under a schema."""
-    return json.dumps({"grammars": [{"json_schema": with_white_space(schema)}]})
+    return json.dumps({"grammars": [{"json_schema": _with_options(schema, strict=True)}]})
 
 
 def lark_grammar(rules: str) -> str:
@@ -103,9 +106,15 @@ def escaped(text: str) -> str:
     return re.escape(text).replace("/", "\\/")
 
 
-def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema` with bounded white space, because a model may otherwise fill a whole answer with spaces."""
-    return schema | {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n]{1,24}"}}
+def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
+    """The right side of a rule for JSON that is valid under a schema; not `strict`: as far as a grammar can tell."""
+    return f"%json {json.dumps(_with_options(schema, strict=strict))}"
+
+
+def _with_options(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """White space is bounded, because a model may otherwise fill a whole answer with spaces."""
+    options = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
+    return {**schema, "x-guidance": options if strict else {**options, "lenient": True, "coerce_one_of": True}}
 
 
 def check_grammar(grammar: str) -> None:

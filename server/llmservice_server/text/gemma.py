@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmservice_server.sampling.grammar import LarkRules
-from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema
-from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, properties, string_pattern
+from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema, members_rule, properties
+from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, options_of, string_pattern
 from llmservice_server.types.errors import GrammarError
 
 QUOTE = '<|"|>'
@@ -57,28 +57,19 @@ class _Values:
         self._any: str | None = None
 
     def object(self, schema: Mapping[str, Any]) -> str:
-        required = schema.get("required", ())
-        fields = [
-            (f"{json.dumps(f'{key}:')} {self.value(each)}", key in required) for key, each in properties(schema).items()
-        ]
-        if not fields:
-            is_free = "properties" not in schema and schema.get("additionalProperties", True) is not False
-            return self._free_object() if is_free else '"{" "}"'
-        begin = later = '""'  # what may follow, where no field was written yet, and where one was
-        for field, is_required in reversed(fields):
-            first, next_one = f"{field} {later}", f'"," {field} {later}'
-            begin = self._rule(first if is_required else f"{first} | {begin}")
-            later = self._rule(next_one if is_required else f"{next_one} | {later}")
-        return f'"{{" {begin} "}}"'
+        written = {key: f"{json.dumps(f'{key}:')} {self.value(each)}" for key, each in properties(schema).items()}
+        if "properties" not in schema and schema.get("additionalProperties", True) is not False:
+            return self._free_object()
+        members = members_rule(self._rules, schema, written, '","')
+        return f'"{{" {members} "}}"'
 
     def value(self, schema: Mapping[str, Any]) -> str:
         if (reference := schema.get("$ref")) is not None:
             return self._referred(str(reference))
         if (choices := choices_of(schema)) is not None:
             return f"({' | '.join(self._choice(each) for each in choices)})"
-        for word in ("anyOf", "oneOf"):
-            if word in schema:
-                return f"({' | '.join(self.value(each) for each in schema[word] if isinstance(each, dict))})"
+        if (options := options_of(schema)) is not None:
+            return f"({' | '.join(map(self.value, options))})"
         if "type" not in schema:
             kind = next((kind for word, kind in (("properties", "object"), ("items", "array")) if word in schema), None)
             return self._anything() if kind is None else self._of_type(kind, schema)
@@ -138,7 +129,7 @@ class GemmaCallParser(ToolCallParser):
         self._arguments: _Arguments | None = None  # the open call's
 
     @property
-    def _in_arguments(self) -> bool:
+    def in_call(self) -> bool:
         return self._arguments is not None
 
     def _step(self, parsed: Parsed) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from llmservice_server.sampling.grammar import LarkRules, escaped, with_white_space
+from llmservice_server.sampling.grammar import LarkRules, escaped
 from llmservice_server.text.detokenizer import StopStrings
-from llmservice_server.text.tool_calls import Call, Parsed, ToolSchema, call_id
+from llmservice_server.text.tool_calls import Call, JsonObject, Parsed, ToolSchema, call_id, json_arguments
 
 Beginning = Literal["open", "reasoning", "content"]
 """Where an answer begins. The prompt may have begun its reasoning or its content; open: it has begun neither."""
@@ -21,6 +20,10 @@ class AnswerParser(Protocol):
 
     @property
     def num_calls(self) -> int: ...
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the last call is incomplete."""
 
     def append(self, text: str) -> Parsed:
         """What is certain after `text`."""
@@ -33,6 +36,7 @@ class TextParser:
     """For answers without tool calls."""
 
     num_calls = 0
+    in_call = False
 
     def append(self, text: str) -> Parsed:
         return Parsed(text)
@@ -127,6 +131,10 @@ class ThinkParser:
     def num_calls(self) -> int:
         return self._following.num_calls
 
+    @property
+    def in_call(self) -> bool:
+        return self._following.in_call
+
     def append(self, text: str) -> Parsed:
         if self._state == "open":
             self._held += text
@@ -189,7 +197,7 @@ def harmony_rules(
         last.append(f"{rules.literal(f'{CHANNEL}final{MESSAGE}')} {answer or text}")
     for tool in tools:
         head = rules.literal(f"{CHANNEL}commentary to=functions.{tool.name} <|constrain|>json{MESSAGE}")
-        last.append(f"{head} %json {json.dumps(with_white_space(tool.arguments))}")
+        last.append(f"{head} {json_arguments(rules, tool)}")
     channel = '("analysis" | "commentary")' if answer == "" else '"analysis"'  # commentary is content
     rules.add(
         f"message: {rules.literal(CHANNEL)} {channel} {rules.literal(MESSAGE)} {message} {rules.literal(_ANSWERING)}"
@@ -217,7 +225,13 @@ class HarmonyParser:
         self._header: str | None = None if beginning == "content" else ""  # None: within a message
         self._kind: Literal["content", "reasoning", "call"] = "content"
         self._text = StopStrings(self._ENDS)
+        self._arguments = JsonObject()  # the last call's
+        self._written: set[str] = set()  # kinds
         self.num_calls = 0
+
+    @property
+    def in_call(self) -> bool:
+        return self.num_calls > 0 and not self._arguments.complete
 
     def append(self, text: str) -> Parsed:
         parsed = Parsed()
@@ -251,15 +265,21 @@ class HarmonyParser:
             name = recipient[1].removeprefix("functions.")
             parsed.calls.append(Call(self.num_calls, call_id(), name))
             self.num_calls += 1
+            self._arguments = JsonObject()
         elif channel is not None and channel[1] == "analysis" and self._with_reasoning:
             self._kind = "reasoning"
         else:
             self._kind = "content"
+        if self._kind in self._written:  # another message
+            self._add("\n", parsed)
 
     def _add(self, text: str, parsed: Parsed) -> None:
+        if text and self._kind != "call":
+            self._written.add(self._kind)
         if self._kind == "reasoning":
             parsed.reasoning += text
         elif self._kind == "content":
             parsed.content += text
         elif text:
             parsed.calls.append(Call(self.num_calls - 1, arguments=text))
+            self._arguments.scan(text)

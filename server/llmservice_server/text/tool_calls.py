@@ -6,12 +6,17 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmservice_server.sampling.grammar import LarkRules, with_white_space
+from llmservice_server.sampling.grammar import WHITE_SPACE, LarkRules, json_rule
 from llmservice_server.text.detokenizer import StopStrings
+from llmservice_server.types.errors import GrammarError
+
+_PLAIN_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_PLAIN_KEYWORDS |= {"$schema", "$id", "$comment", "title", "description"}
+"""Of an object's schema whose members can be written one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,64 @@ class ToolSchema:
 
     name: str
     arguments: dict[str, Any]
+    strict: bool = False
+    """Whether arguments conform to the whole schema, in its order, or the request is refused."""
+
+    @property
+    def properties(self) -> dict[str, dict[str, Any]]:
+        return properties(self.arguments)
+
+
+def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The schema of each member of an object, with the definitions that it may refer to. Raises GrammarError."""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    members = {} if schema.get("properties") is None else schema["properties"]
+    if not isinstance(members, dict):
+        raise GrammarError("properties: expected an object with a schema for each name")
+    return {key: each | shared if isinstance(each, dict) else shared for key, each in members.items()}
+
+
+def required_members(schema: Mapping[str, Any]) -> list[str]:
+    """Raises GrammarError."""
+    names = [] if schema.get("required") is None else schema["required"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise GrammarError("required: expected a list of names")
+    return names
+
+
+def members_rule(rules: LarkRules, schema: Mapping[str, Any], written: Mapping[str, str], separator: str = "") -> str:
+    """The grammar of an object's members, of which each has one in `written`.
+
+    Those that are required follow each other in the schema's order. The others may stand anywhere: a model that has to
+    keep to an order leaves out what it has passed. How many follow each other is bounded, so that an answer ends.
+    """
+    names = required_members(schema)
+    required = [text for key, text in written.items() if key in names]
+    others = [text for key, text in written.items() if key not in names]
+    if not others:
+        return f" {separator} ".join(required)
+    other, most = rules.new_name(), len(others)
+    rules.add(f"{other}: {' | '.join(others)}")
+    behind = f"({separator} {other}){{0,{most}}}"
+    if not required:
+        return f"({other} {behind})?"
+    before = f"({other} {separator}){{0,{most}}}"
+    return f"{before} {f' {separator} '.join(f'{each} {behind}' for each in required)}"
+
+
+def json_arguments(rules: LarkRules, tool: ToolSchema) -> str:
+    """The grammar of a JSON object of a function's arguments."""
+    schema, members = tool.arguments, tool.properties
+    is_plain = schema.keys() <= _PLAIN_KEYWORDS and not schema.get("additionalProperties")
+    if tool.strict or not is_plain or not members or not members.keys() >= {*required_members(schema)}:
+        return json_rule(schema, strict=tool.strict)
+    colon = f'{WHITE_SPACE} ":" {WHITE_SPACE}'
+    written = {
+        key: f"{json.dumps(json.dumps(key, ensure_ascii=False))} {colon} {json_rule(each, strict=False)}"
+        for key, each in members.items()
+    }
+    body = members_rule(rules, schema, written, f'{WHITE_SPACE} "," {WHITE_SPACE}')
+    return f'"{{" {WHITE_SPACE} {body} {WHITE_SPACE} "}}"'
 
 
 @dataclass(slots=True)
@@ -56,12 +119,13 @@ def _short_id() -> str:
 
 
 def merge(pieces: Sequence[Call]) -> list[Call]:
-    """Join the pieces of calls."""
+    """Join the pieces of each call: OpenAI's client before 3.20 takes two in one delta for two calls."""
     calls: list[Call] = []
     for piece in pieces:
-        if piece.id is not None:
-            calls.append(Call(piece.index, piece.id, piece.name))
-        calls[-1].arguments += piece.arguments
+        if calls and calls[-1].index == piece.index:
+            calls[-1].arguments += piece.arguments
+        else:
+            calls.append(replace(piece))
     return calls
 
 
@@ -112,7 +176,8 @@ class ToolFormat(ABC):
         if not self.trigger:
             calls = f"({rules.literal(self.prefix)})? {calls}"
             if otherwise == "":
-                text, _ = rules.text_until(self.prefix, pattern=r"(\s*[^{\s](.|\n)*)?", unless=unless)
+                unless = f"({unless})|({_BARE_CALL})" if unless else _BARE_CALL
+                text, _ = rules.text_until(self.prefix, pattern=_BARE_TEXT, unless=unless)
                 return f"{text} | {calls}"
         called = f"{rules.literal(self.trigger)} {calls}" if self.trigger else calls
         if otherwise != "":
@@ -133,7 +198,7 @@ class JsonFormat(ToolFormat):
         head, tail = rules.literal(self.head % tool.name), f" {rules.literal(self.tail)}" if self.tail else ""
         if self.number:
             head = f"{rules.literal(self.number)} /[0-9]{{1,4}}/ {head}"
-        return f"{head} %json {json.dumps(with_white_space(tool.arguments))}{tail}"
+        return f"{head} {json_arguments(rules, tool)}{tail}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
         return JsonCallParser(self)
@@ -218,6 +283,11 @@ LLAMA3_JSON = JsonFormat(
 JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, PHI4_MINI, DEEPSEEK_V3, DEEPSEEK_V31, COHERE, LLAMA3_JSON)
 
 
+_BARE_TEXT = r"(\s*[^{\s](.|\n)*|\{(.|\n)*)?"
+_BARE_CALL = r"\{\s*\"name\"(.|\n)*"
+"""In a format without a trigger: text, JSON too where no space precedes it, and what is taken for a call."""
+
+
 class ToolCallParser(ABC):
     """Parses one answer, which conforms to the grammar of its format but may be cut off by a limit.
 
@@ -258,7 +328,7 @@ class ToolCallParser(ABC):
             return Parsed(self._trigger.flush() + self._pending)
         parsed = Parsed()
         rest, self._pending = self._pending, ""
-        if self._in_arguments:
+        if self.in_call:
             self._flush_arguments(rest, parsed)
             return parsed
         if self.num_calls and (ended := self._call_end.match(rest)):
@@ -280,10 +350,10 @@ class ToolCallParser(ABC):
             self._in_calls = self._trigger.matched is not None
             self._pending = self._layout.trigger + self._trigger.rest if self._in_calls else ""
             return
-        prefix = self._layout.prefix
-        if not self._is_text and prefix.startswith(self._pending):
+        starts, begun = ('{"name"', self._layout.prefix), "".join(self._pending.split())
+        if not self._is_text and any(start.startswith(begun) for start in starts):
             return
-        self._in_calls = not self._is_text and self._pending.startswith(("{", prefix))
+        self._in_calls = not self._is_text and begun.startswith(starts)
         self._is_text = not self._in_calls
         if self._is_text:
             parsed.content, self._pending = self._pending, ""
@@ -302,7 +372,8 @@ class ToolCallParser(ABC):
 
     @property
     @abstractmethod
-    def _in_arguments(self) -> bool: ...
+    def in_call(self) -> bool:
+        """Whether the arguments of the last call are incomplete."""
 
     @abstractmethod
     def _step(self, parsed: Parsed) -> bool:
@@ -329,7 +400,7 @@ class JsonCallParser(ToolCallParser):
         self._arguments: JsonObject | None = None  # the open call's
 
     @property
-    def _in_arguments(self) -> bool:
+    def in_call(self) -> bool:
         return self._arguments is not None
 
     def _step(self, parsed: Parsed) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmservice_server.sampling.grammar import LarkRules, escaped, with_white_space
+from llmservice_server.sampling.grammar import LarkRules, escaped, json_rule
 from llmservice_server.text.detokenizer import StopStrings
-from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema
+from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema, members_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,38 +31,33 @@ class XmlFormat(ToolFormat):
     wraps: bool  # in newlines, which are no part of a value
 
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
-        body, between = [rules.literal(self.head % tool.name)], rules.literal(self.between)
-        for key, schema in properties(tool.arguments).items():
-            argument = f"{rules.literal(self.key % key)} {self._value(rules, schema)} {between}"
-            body.append(argument if key in tool.arguments.get("required", ()) else f"({argument})?")
+        between = rules.literal(self.between)
+        written = {
+            key: f"{rules.literal(self.key % key)} {self._value(rules, schema, strict=tool.strict)} {between}"
+            for key, schema in tool.properties.items()
+        }
+        body = members_rule(rules, tool.arguments, written)
         if "properties" not in tool.arguments and tool.arguments.get("additionalProperties", True) is not False:
             before, after = map(rules.literal, self.key.split("%s"))
-            body.append(f"({before} /[^<>\\n]{{1,64}}/ {after} {self._string(rules)} {between})*")
-        return " ".join([*body, rules.literal(self.tail)]).strip()
+            body = f"({before} /[^<>\\n]{{1,64}}/ {after} {self._string(rules)} {between})*"
+        return f"{rules.literal(self.head % tool.name)} {body} {rules.literal(self.tail)}".strip()
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
         return XmlCallParser(self, tools)
 
-    def _value(self, rules: LarkRules, schema: Mapping[str, Any]) -> str:
+    def _value(self, rules: LarkRules, schema: Mapping[str, Any], *, strict: bool) -> str:
         """The grammar of an argument, with the tag that ends it."""
         choices, close = choices_of(schema), rules.literal(self.close)
         if choices is not None:
             written = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
             return f"({' | '.join(map(json.dumps, written))}) {close}"
         if "string" not in json_types(schema):
-            return f"%json {json.dumps(with_white_space(dict(schema)))} {close}"
+            return f"{json_rule(schema, strict=strict)} {close}"
         return self._string(rules, string_pattern(schema))
 
     def _string(self, rules: LarkRules, pattern: str = "(.|\\n)*") -> str:
         unless = f"(.|\\n)*{escaped(self.close.strip())}(.|\\n)*"
         return rules.text_until(self.close, pattern=pattern, unless=unless)[1]
-
-
-def properties(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The schema of each argument, with the definitions that it may refer to."""
-    shared = {name: arguments[name] for name in ("$defs", "definitions") if name in arguments}
-    schemas = arguments.get("properties", {})
-    return {key: schema | shared if isinstance(schema, dict) else shared for key, schema in schemas.items()}
 
 
 def string_pattern(schema: Mapping[str, Any]) -> str:
@@ -72,7 +67,14 @@ def string_pattern(schema: Mapping[str, Any]) -> str:
 
 
 def choices_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
-    return [schema["const"]] if "const" in schema else schema.get("enum")
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    return choices if isinstance(choices, list) else None
+
+
+def options_of(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+    """The schemas of which a value needs to match one."""
+    options = schema.get("anyOf", schema.get("oneOf"))
+    return [option for option in options if isinstance(option, dict)] if isinstance(options, list) else None
 
 
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -80,13 +82,13 @@ _ALL_TYPES = frozenset({*_JSON_TYPES.values(), "null"})
 
 
 def json_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a schema allows; those behind a reference are taken to be no strings."""
+    """The types that a schema allows: those behind a reference are no strings, names of no type stand for all."""
     if "type" in schema:
-        types = frozenset([schema["type"]] if isinstance(schema["type"], str) else schema["type"])
+        names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        types = frozenset(name for name in _ALL_TYPES if name in names) or _ALL_TYPES
         return types | {"integer"} if "number" in types else types
-    for word in ("anyOf", "oneOf"):
-        if word in schema:
-            return frozenset().union(*(json_types(option) for option in schema[word] if isinstance(option, dict)))
+    if (options := options_of(schema)) is not None:
+        return frozenset().union(*map(json_types, options))
     return _ALL_TYPES - {"string"} if {"$ref", "allOf", "properties", "items"} & schema.keys() else _ALL_TYPES
 
 
@@ -176,13 +178,13 @@ class XmlCallParser(ToolCallParser):
     def __init__(self, layout: XmlFormat, tools: Sequence[ToolSchema]) -> None:
         super().__init__(layout)
         self._format = layout
-        self._schemas = {tool.name: properties(tool.arguments) for tool in tools}
+        self._schemas = {tool.name: tool.properties for tool in tools}
         self._called: Mapping[str, Mapping[str, Any]] | None = None  # the open call's
         self._num_arguments = 0
         self._string: StopStrings | None = None  # finds the end of the open argument
 
     @property
-    def _in_arguments(self) -> bool:
+    def in_call(self) -> bool:
         return self._called is not None
 
     def _step(self, parsed: Parsed) -> bool:

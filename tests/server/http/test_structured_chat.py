@@ -101,7 +101,9 @@ def _streamed(client: openai.OpenAI, **options: Any) -> tuple[list[tuple[str, st
     calls: dict[int, list[str]] = {}
     reason = None
     for chunk in client.chat.completions.create(stream=True, **options):
-        for piece in chunk.choices[0].delta.tool_calls or []:
+        pieces = chunk.choices[0].delta.tool_calls or []
+        assert len({piece.index for piece in pieces}) == len(pieces)
+        for piece in pieces:
             if piece.id is not None:
                 assert (piece.id.startswith("call_"), piece.type) == (True, "function")
                 calls[piece.index] = [piece.function.name, ""]
@@ -205,6 +207,54 @@ def test_calls_and_their_answers_go_back_into_the_conversation(client: openai.Op
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
+def test_of_all_tools_some_may_be_called(client: openai.OpenAI) -> None:
+    def choice(mode: str) -> Any:
+        only = {"type": "function", "function": {"name": "now"}}
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [only]}}
+
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            tools=TOOLS, tool_choice=choice("required"), parallel_tool_calls=False, seed=seed, **CHAT
+        )
+        assert [call.function.name for call in answer.choices[0].message.tool_calls or []] == ["now"]
+        assert answer.choices[0].finish_reason == "tool_calls"
+    words = client.chat.completions.create(tools=TOOLS, tool_choice=choice("auto"), seed=1, **CHAT | {"max_tokens": 8})
+    alone = client.chat.completions.create(tools=TOOLS, seed=1, **CHAT | {"max_tokens": 8})
+    assert words.choices[0].message.content == alone.choices[0].message.content
+    assert words.usage == alone.usage  # all tools are in the prompt
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2, "uniqueItems": True},
+        {"type": "string", "maxLength": 5, "format": "path"},
+        {"type": "object", "propertyNames": {"pattern": "^[a-z]{1,3}$"}, "maxProperties": 1},
+        {"oneOf": [{"type": "integer", "maximum": 9, "minimum": 0}, {"type": "number", "enum": [1.5]}]},
+        {"type": "string", "pattern": "^(?=a)b$"},
+        {"type": "any"},
+        {"$ref": "#/nowhere"},
+    ],
+    ids="-".join,
+)
+def test_what_no_grammar_can_say_is_left_out_of_a_tool_that_is_not_strict(
+    client: openai.OpenAI, schema: dict[str, Any]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": None}
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    options: dict[str, Any] = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    choice = client.chat.completions.create(**options, **CHAT).choices[0]
+    [call] = choice.message.tool_calls or []
+    assert choice.finish_reason in ("tool_calls", "length")
+    if choice.finish_reason == "tool_calls":
+        assert isinstance(json.loads(call.function.arguments), dict)
+
+
+def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_executed(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(tools=TOOLS[:1], tool_choice="required", stop=["ity"], **CHAT).choices[0]
+    assert choice.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -223,12 +273,20 @@ def test_calls_and_their_answers_go_back_into_the_conversation(client: openai.Op
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
          "tools", "expected the schema of an object"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/nowhere"}}}]},
-         "tools", "no answer can be held to this"),
+        ({"tools": [{"type": "function", "function": {
+            "name": "a", "strict": True, "parameters": {"$ref": "#/nowhere"}}}]},
+         "tools", "no answer can be held to this: the parameters of a: "),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": []}}}]},
+         "tools", "tools[0].function.parameters.properties: expected an object"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"required": "b"}}}]},
+         "tools", "tools[0].function.parameters.required: expected a list of names"),
         ({"tools": [{"type": "plugin"}]}, "tools", "expected function"),
         ({"tool_choice": "required"}, "tool_choice", "only allowed beside tools"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "expected none, auto or required, or an object"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+         "tool_choice", "names other, which is not among the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+            {"type": "function", "function": {"name": "other"}}]}}},
          "tool_choice", "names other, which is not among the tools"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool_call_id belongs to messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [

@@ -88,6 +88,7 @@ COHERE_NOW = '{"tool_call_id": "12", "tool_name": "now", "parameters": {}}'
 COHERE_BOTH = f"{COHERE_ADD},\n    {COHERE_NOW}"
 COHERE = "<|START_ACTION|>[\n    %s\n]<|END_ACTION|>"
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
 HARMONY_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 
 # format, where the answer begins, text, content, reasoning, calls
@@ -173,6 +174,9 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
      [("add", "{}")]),
     ("harmony", "open", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY_ADD}", "I look.", "",
      [("add", '{"a": 1}')]),
+    ("harmony", "open", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{FINAL}Here.",
+     "I look.\nHere.", "", []),
+    ("harmony", "open", f"{ANALYSIS}{ANALYSIS}{FINAL}Yes.", "Yes.", "Hm.\nHm.", []),
     ("harmony", "open", "<|channel|>analysis<|message|>cut <|en", "", "cut <|en", []),
     ("harmony", "open", "<|channel|>ana", "", "", []),
     ("harmony", "open", "<|channel|>commentary to=functions.ad", "<|channel|>commentary to=functions.ad", "", []),
@@ -363,7 +367,6 @@ CALLS = {
     "llama3_json": ['{"name": "add", "parameters": {"a": 1}}', '{"name": "now", "parameters": {}}'],
     "harmony": [HARMONY_ADD, HARMONY_ADD.replace("add", "now").replace('{"a": 1}', "{}")],
 }
-FINAL = "<|channel|>final<|message|>"
 
 
 def _join(name: str, calls: Sequence[str]) -> str:
@@ -418,6 +421,65 @@ def test_every_format_has_a_grammar_for_every_tool_choice(name: str, thinks: boo
             assert allowed(either, before + text, tokenizer) == expected
         assert allowed(chosen.behind_reasoning(schema, beginning), f"{before}{final}[1]", tokenizer)
         assert not allowed(chosen.behind_reasoning(schema, beginning), before + words, tokenizer)
+
+
+RUN = {
+    "type": "object",
+    "properties": {"timeout": {"type": "integer"}, "command": {"type": "string"}, "note": {"type": "string"}},
+    "required": ["command"],
+}
+SHUFFLED = {
+    "hermes": '<tool_call>\n{"name": "run", "arguments": %s}\n</tool_call>',
+    "mistral_args": "[TOOL_CALLS]run[ARGS]%s",
+    "harmony": "<|channel|>commentary to=functions.run <|constrain|>json<|message|>%s",
+}
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_arguments_that_are_not_required_stand_in_any_order(name: str) -> None:
+    tokenizer, vocabulary = TOKENS
+    for arguments, expected in (
+        ('{"command": "make", "note": "Build", "timeout": 5}', True),
+        ('{"note":"Build","timeout":5,"command":"make"}', True),
+        ('{\n  "command" : "make"\n}', True),
+        ('{"note": "Build", "timeout": 5}', False),
+        ('{"command": "make", "other": 5}', False),
+        ('{"command": "make",}', False),
+        ('{"command": "make", "timeout": "5"}', False),
+    ):
+        for strict in (False, True):
+            tools = [ToolSchema("run", RUN, strict)]
+            grammar = formats(name, vocabulary).tool_grammar(tools, "open", required=True, parallel=True)
+            in_order = not strict or "timeout" not in arguments  # the schema's
+            if strict and "other" in arguments:  # which this schema allows
+                continue
+            assert allowed(grammar, SHUFFLED[name] % arguments, tokenizer) == (expected and in_order)
+
+
+def test_parameters_in_xml_that_are_not_required_stand_in_any_order() -> None:
+    grammar = formats("qwen3_coder").tool_grammar([ToolSchema("run", RUN)], "content", required=True, parallel=True)
+    written = {key: f"<parameter={key}>\n1\n</parameter>\n" for key in RUN["properties"]}
+    for order, expected in (("command note timeout", True), ("note timeout command", True), ("note timeout", False)):
+        body = "".join(written[key] for key in order.split())
+        text = f"<tool_call>\n<function=run>\n{body}</function>\n</tool_call>"
+        assert allowed(grammar, text, LETTERS) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", HERMES_ADD.removesuffix("\n</tool_call>")),
+        ("qwen3_coder", CODER_SAY.removesuffix("\n</tool_call>")),
+        ("gemma", GEMMA_SAY.removesuffix("<tool_call|>")),
+        ("harmony", HARMONY_ADD),
+        ("hermes think", f"<think>Hm.</think>{HERMES_ADD}"),
+    ],
+)
+def test_a_call_ends_with_its_arguments(name: str, text: str) -> None:
+    parser = formats(name).parser(TOOLS, "open" if name == "harmony" or "think" in name else "content")
+    complete = [bool(parser.append(letter)) and parser.num_calls > 0 and not parser.in_call for letter in text]
+    assert complete[-1]
+    assert not any(complete[: text.index("1") + 1])
 
 
 def test_tokens_around_an_answer_are_no_part_of_it_and_a_grammar_allows_them() -> None:
@@ -507,7 +569,8 @@ ORDER = {
         ("{}", None),
         ("{size:4}", None),
         ('{note:<|"|>thirteen long<|"|>,size:3}', None),
-        ("{size:3,note:<|\"|>late<|\"|>}", None),
+        ('{size:3,note:<|"|>late<|"|>}', {"size": 3, "note": "late"}),
+        ("{size:3,size:3}", None),
         ("{size:3,}", None),
         ("{,size:3}", None),
         ('{size:3,items:[<|"|>1<|"|>]}', None),

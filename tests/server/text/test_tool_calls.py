@@ -100,7 +100,9 @@ def test_a_tag_that_is_a_token_is_not_spelled_in_letters() -> None:
         ('{"name": "add", "parameters": {"a": 7}}', True, True),
         ('{"name": "add", "parameters": {"a": 7}}; {"name": "now", "parameters": {}}', True, True),
         ('{"name": "add"}', False, False),
-        ("{}", False, False),
+        ('{"name" : "Ann"}', False, False),
+        ('{"answer": {"name": "Ann"}}', True, False),
+        ("{}", True, False),
     ],
 )
 def test_llama_calls_are_answers_that_begin_with_a_brace(text: str, auto: bool, required: bool) -> None:

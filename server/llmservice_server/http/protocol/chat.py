@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.base import JsonObject, LogprobsCount, Part, TokenCount, without_nulls
 from llmservice_server.http.protocol.generation import GenerationRequest, RequestedPromptLogprobs, Usage
-from llmservice_server.text.tool_calls import ToolSchema
+from llmservice_server.text.tool_calls import ToolSchema, required_members
+from llmservice_server.types.errors import GrammarError
 
 
 class TextPart(Part):
@@ -73,7 +74,7 @@ class Message(Part):
     @property
     def text(self) -> str:
         parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
 
     def as_template_input(self) -> dict[str, Any]:
         """`developer` is OpenAI's newer name for `system`, and the one that templates know. Raises ValueError."""
@@ -98,7 +99,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class Function(Part):
-    """Every call conforms to `parameters`, so `strict` changes nothing."""
+    """Calls conform to `parameters`: with `strict` to all of it, else as far as a grammar can tell."""
 
     name: FunctionName
     description: str | None = None
@@ -107,11 +108,14 @@ class Function(Part):
     ] = None
     strict: bool | None = None
 
+    def as_schema(self) -> ToolSchema:
+        return ToolSchema(self.name, self._arguments, bool(self.strict))
+
     @property
-    def arguments_schema(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
+        return {"type": "object"} | {key: each for key, each in self.parameters.items() if each is not None}
 
 
 class Tool(Part):
@@ -128,8 +132,20 @@ class NamedTool(Part):
     function: ChosenFunction
 
 
+class AllowedTools(Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+
+
+class ToolsAllowed(Part):
+    """The prompt has all tools, and some of them may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | ToolsAllowed, Field(discriminator="type")]
 
 
 def callable_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[ToolSchema]:
@@ -137,18 +153,25 @@ def callable_tools(tools: Sequence[Tool], choice: ToolChoice) -> list[ToolSchema
     names = [tool.function.name for tool in tools]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise invalid(f"tools: {min(repeated)} is there more than once", param="tools")
-    for index, tool in enumerate(tools):
-        if tool.function.arguments_schema["type"] != "object":
+    schemas = {tool.function.name: tool.function.as_schema() for tool in tools}
+    for index, schema in enumerate(schemas.values()):
+        try:
+            _ = schema.properties, required_members(schema.arguments)
+        except GrammarError as error:
+            raise invalid(f"tools[{index}].function.parameters.{error}", param="tools") from error
+        if schema.arguments["type"] != "object":
             raise invalid(f"tools[{index}].function.parameters: expected the schema of an object", param="tools")
     if choice == "none":
         return []
     if not tools and choice != "auto":
         raise invalid("tool_choice is only allowed beside tools", param="tool_choice")
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in names:
-            raise invalid(f"tool_choice names {choice.function.name}, which is not among the tools", "tool_choice")
-        tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    return [ToolSchema(tool.function.name, tool.function.arguments_schema) for tool in tools]
+    if isinstance(choice, str):
+        return list(schemas.values())
+    chosen = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+    for name in (each.function.name for each in chosen):
+        if name not in schemas:
+            raise invalid(f"tool_choice names {name}, which is not among the tools", "tool_choice")
+    return [schemas[name] for name in dict.fromkeys(each.function.name for each in chosen)]
 
 
 def as_template_input(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -216,6 +239,15 @@ class ChatRequest(GenerationRequest):
     def callable_tools(self) -> list[ToolSchema]:
         """What the model may call. Raises ApiError where tools and choice contradict each other."""
         return callable_tools(self.tools, self.tool_choice)
+
+    @property
+    def must_call(self) -> bool:
+        choice = self.tool_choice
+        return (
+            choice == "required"
+            or isinstance(choice, NamedTool)
+            or (isinstance(choice, ToolsAllowed) and choice.allowed_tools.mode == "required")
+        )
 
     @property
     def is_structured(self) -> bool:
