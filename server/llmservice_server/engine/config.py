@@ -34,6 +34,7 @@ ToolCallFormatName = Literal[
     "mistral",
     "nemotron",
     "granite",
+    "hunyuan",
     "phi4_mini",
     "deepseek_v3",
     "deepseek_v31",
@@ -41,7 +42,9 @@ ToolCallFormatName = Literal[
     "llama3_json",
     "harmony",
 ]
-ReasoningFormatName = Literal["auto", "none", "think", "seed_oss", "mistral", "gemma", "cohere", "harmony"]
+ReasoningFormatName = Literal[
+    "auto", "none", "think", "hunyuan", "ernie", "seed_oss", "mistral", "gemma", "cohere", "harmony"
+]
 
 
 @dataclass(frozen=True, slots=True)

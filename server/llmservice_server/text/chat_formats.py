@@ -19,6 +19,7 @@ from llmservice_server.text.reasoning import (
     START,
     TAGS,
     AnswerParser,
+    AnswerTagsParser,
     Beginning,
     HarmonyParser,
     TextParser,
@@ -75,6 +76,7 @@ _CALLS_BEGIN: Mapping[str, ToolCallFormatName] = {
     "[TOOL_CALLS]": "mistral",
     "<TOOLCALL>": "nemotron",
     "<|tool_call|>": "granite",
+    "<tool_calls>": "hunyuan",
     "functools[": "phi4_mini",
     "<｜tool▁calls▁begin｜>": "deepseek_v31",
     "<|START_ACTION|>": "cohere",
@@ -95,19 +97,25 @@ def _tool_call_format(template: str) -> ToolCallFormatName:
     return "none"
 
 
+_REASONING_SHOWN: Mapping[str, ReasoningFormatName] = {
+    "<|channel|>": "harmony",
+    "<|channel>": "gemma",
+    "<seed:think>": "seed_oss",
+    "[THINK]": "mistral",
+    "<|START_THINKING|>": "cohere",
+    "<|START_RESPONSE|>": "cohere",
+}
+"""Likewise; otherwise the tags are those of `think`, or there are none."""
+
+
 def _reasoning_format(template: str, vocabulary: Mapping[str, int]) -> ReasoningFormatName:
-    if "<|channel|>" in template:
-        return "harmony"
-    if "<|channel>" in template:
-        return "gemma"
-    if TAGS["seed_oss"].begin in template:
-        return "seed_oss"
-    if TAGS["mistral"].begin in template:
-        return "mistral"
-    if TAGS["cohere"].begin in template or TAGS["cohere"].opening[0] in template:
-        return "cohere"
+    for words, name in _REASONING_SHOWN.items():
+        if words in template:
+            return name
     think = TAGS["think"]
-    return "think" if think.begin in template or think.end in template or think.begin in vocabulary else "none"
+    if think.begin in template or think.end in template:
+        return "hunyuan" if "<answer>" in template else "ernie" if "<response>" in template else "think"
+    return "think" if think.begin in vocabulary else "none"
 
 
 class ChatFormats:
@@ -174,6 +182,8 @@ class ChatFormats:
         following: AnswerParser = TextParser()
         if tools and self._tool_format is not None:
             following = self._tool_format.parser(tools)
+        if self._tags is not None and self._tags.answer is not None:
+            following = AnswerTagsParser(following, *self._tags.answer)
         return following if self._tags is None else ThinkParser(following, beginning, self._tags)
 
     def behind_reasoning(self, grammar: str, beginning: Beginning) -> str:
@@ -184,7 +194,8 @@ class ChatFormats:
         if self._is_harmony:
             return behind(grammar, rules.text(harmony_rules(rules, "@answer", (), beginning)))
         reasoning = "" if self._tags is None else self._tags.rules(rules, beginning)
-        return behind(grammar, rules.text(f"{reasoning} {self._opened(rules)} @answer"))
+        answer = "@answer" if self._tags is None else self._tags.around("@answer")
+        return behind(grammar, rules.text(f"{reasoning} {self._opened(rules)} {answer}"))
 
     def _opened(self, rules: LarkRules) -> str:
         """The grammar of a token that may stand before an answer in text."""
@@ -214,6 +225,7 @@ class ChatFormats:
             reasoning = "" if self._tags is None else self._tags.rules(rules, beginning)
             several = parallel and not self._one_call
             start = self._tool_format.answer(rules, tools, answer, parallel=several, unless=unless)
+            start = start if self._tags is None else self._tags.around(start)
             start = f"{reasoning} {'' if required else self._opened(rules)} ({start})" if reasoning else start
         text = rules.text(start)
         return lark_grammar(text) if otherwise is None else behind(otherwise, text)

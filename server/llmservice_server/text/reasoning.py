@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from llmservice_server.sampling.grammar import LarkRules, escaped
+from llmservice_server.sampling.grammar import WHITE_SPACE, LarkRules, escaped
 from llmservice_server.text.detokenizer import StopStrings
 from llmservice_server.text.tool_calls import Call, JsonObject, Parsed, ToolSchema, call_id, json_arguments
 
@@ -77,6 +78,8 @@ class Tags:
     opening: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
     """Tokens before and behind an answer in text, which are no part of it."""
+    answer: tuple[str, str] | None = None
+    """Likewise, two texts."""
 
     @property
     def pattern(self) -> str:
@@ -93,9 +96,19 @@ class Tags:
             return f"{reasoning} WHITE_SPACE?"
         return f"({rules.literal(self.begin)} {reasoning} WHITE_SPACE?)?"
 
+    def around(self, answer: str) -> str:
+        """The grammar of an answer, a rule's right side, with what may stand around it."""
+        if self.answer is None:
+            return answer
+        opening, closing = map(json.dumps, self.answer)
+        return f"({opening} {WHITE_SPACE})? ({answer}) ({WHITE_SPACE} {closing})?"
 
+
+_THINK = Tags("<think>", "</think>", ("<think>", "</think>"))
 TAGS = {
-    "think": Tags("<think>", "</think>", ("<think>", "</think>")),
+    "think": _THINK,
+    "hunyuan": replace(_THINK, answer=("<answer>", "</answer>")),
+    "ernie": replace(_THINK, answer=("<response>", "</response>")),
     "seed_oss": Tags("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
     "mistral": Tags("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
     "gemma": Tags("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
@@ -170,6 +183,32 @@ class ThinkParser:
             self._reason(self._end.flush(), parsed)
         elif self._state == "open":
             parsed = self._following.append(self._held)
+        parsed.extend(self._following.flush())
+        return parsed
+
+
+class AnswerTagsParser:
+    """Leaves out two tags around an answer, with the white space at them."""
+
+    def __init__(self, following: AnswerParser, begin: str, end: str) -> None:
+        self._following = following
+        self._between = ThinkParser(TextParser(), "open", Tags(begin, end, ()))
+
+    @property
+    def num_calls(self) -> int:
+        return self._following.num_calls
+
+    @property
+    def in_call(self) -> bool:
+        return self._following.in_call
+
+    def append(self, text: str) -> Parsed:
+        found = self._between.append(text)
+        return self._following.append(found.reasoning + found.content)
+
+    def flush(self) -> Parsed:
+        found = self._between.flush()
+        parsed = self._following.append(found.reasoning + found.content)
         parsed.extend(self._following.flush())
         return parsed
 

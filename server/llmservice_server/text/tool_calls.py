@@ -242,6 +242,13 @@ NEMOTRON = replace(
 )
 GRANITE = replace(NEMOTRON, name="granite", trigger="<|tool_call|>", end="]", markers=("<|tool_call|>",))
 """Granite 3's; later ones write calls as Hermes."""
+HUNYUAN = replace(
+    NEMOTRON,
+    name="hunyuan",
+    trigger="<tool_calls>",
+    end="]</tool_calls>",
+    markers=("<tool_calls>", "</tool_calls>"),
+)
 PHI4_MINI = replace(NEMOTRON, name="phi4_mini", trigger="functools[", start="", end="]", markers=("functools[",))
 """As the template says that others have for it: its own takes no tools."""
 DEEPSEEK_V31 = JsonFormat(
@@ -280,7 +287,7 @@ LLAMA3_JSON = JsonFormat(
     separator="; ",
     markers=("<|python_tag|>",),
 )
-JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, PHI4_MINI, DEEPSEEK_V3, DEEPSEEK_V31, COHERE, LLAMA3_JSON)
+JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, HUNYUAN, PHI4_MINI, DEEPSEEK_V3, DEEPSEEK_V31, COHERE, LLAMA3_JSON)
 
 
 _BARE_TEXT = r"(\s*[^{\s](.|\n)*|\{(.|\n)*)?"

@@ -39,6 +39,9 @@ TEMPLATES = {
     "mistral_args": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
     "nemotron": "<TOOLCALL>[{{ call }}]</TOOLCALL>",
     "granite": "<|tool_call|> followed by a JSON list",
+    "hunyuan": "<tool_calls>[{{ call }}]</tool_calls>",
+    "hunyuan_think": "<think></think><answer></answer>",
+    "ernie_think": "<think></think><response></response>",
     "phi4_mini": "functools[{{ call }}]",
     "deepseek_v3": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}```json",
     "deepseek_v31": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}",
@@ -147,6 +150,17 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("nemotron", "content", f"<TOOLCALL>{LIST}</TOOLCALL> and", "and", "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("granite", "content", f"<|tool_call|>{LIST}", "", "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("granite", "content", "<|tool_call|> none", "<|tool_call|> none", "", []),
+    ("hunyuan", "content", f"Hi <tool_calls>{LIST}</tool_calls>", "Hi ", "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("hunyuan hunyuan_think", "open", "<think>\nHm.\n</think>\n<answer>\nHello\n <b>\n</answer>",
+     "Hello\n <b>", "Hm.", []),
+    ("hunyuan hunyuan_think", "open", f"<think></think>\n<answer>\nHi <tool_calls>{LIST}</tool_calls>\n</answer>",
+     "Hi ", "",
+     [("add", '{"a": 1}'), ("now", "{}")]),
+    ("hunyuan hunyuan_think", "open", f"<think></think>\n<tool_calls>{LIST}</tool_calls>", "", "",
+     [("add", '{"a": 1}'), ("now", "{}")]),
+    ("hunyuan hunyuan_think", "open", "<answer>cut off </ans", "cut off </ans", "", []),
+    ("hunyuan hunyuan_think", "open", "No tags </answer>", "No tags </answer>", "", []),
+    ("ernie_think", "reasoning", "Hm.\n</think>\n\n<response>\nHello\n</response>\n", "Hello", "Hm.", []),
     ("phi4_mini", "content", f"Hi. functools{LIST}", "Hi. ", "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("phi4_mini", "content", "from functools import cache", "from functools import cache", "", []),
     ("deepseek_v3 think", "reasoning", f"Hm.\n</think>Hi{DEEPSEEK % (V3_ADD + chr(10) + V3_NOW)}", "Hi", "Hm.",
@@ -273,6 +287,8 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["mistral_args"] + TEMPLATES["mistral_think"], ["<think>"], "mistral", "mistral"),
         (TEMPLATES["nemotron"], [], "nemotron", "none"),
         (TEMPLATES["granite"], [], "granite", "none"),
+        (TEMPLATES["hunyuan"] + TEMPLATES["hunyuan_think"], [], "hunyuan", "hunyuan"),
+        (TEMPLATES["ernie_think"], ["<think>"], "none", "ernie"),
         (TEMPLATES["phi4_mini"], [], "phi4_mini", "none"),
         (TEMPLATES["deepseek_v3"], ["<think>"], "deepseek_v3", "think"),
         (TEMPLATES["deepseek_v31"], [], "deepseek_v31", "none"),
@@ -360,6 +376,7 @@ CALLS = {
     "mistral_args": ['[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL_CALLS]now[ARGS]{}"],
     "nemotron": CALL_LIST,
     "granite": CALL_LIST,
+    "hunyuan": CALL_LIST,
     "phi4_mini": CALL_LIST,
     "deepseek_v3": [V3_ADD, V3_NOW],
     "deepseek_v31": [V31_ADD, V31_NOW],
@@ -371,12 +388,13 @@ CALLS = {
 
 def _join(name: str, calls: Sequence[str]) -> str:
     in_lines = ("hermes", "qwen3_coder", "seed_oss", "minimax_m2", "glm", "deepseek_v3")
-    in_list = dict.fromkeys(("mistral", "nemotron", "granite", "phi4_mini"), ", ")
+    in_list = dict.fromkeys(("mistral", "nemotron", "granite", "hunyuan", "phi4_mini"), ", ")
     joined = {"llama3_json": "; ", "cohere": ",\n    ", **in_list, **dict.fromkeys(in_lines, "\n")}.get(name, "").join(
         calls
     )
     around = {"mistral": "[TOOL_CALLS][%s]", "minimax_m2": "<minimax:tool_call>\n%s\n</minimax:tool_call>"}
     around |= {"nemotron": "<TOOLCALL>[%s]</TOOLCALL>", "granite": "<|tool_call|>[%s]", "phi4_mini": "functools[%s]"}
+    around["hunyuan"] = "<tool_calls>[%s]</tool_calls>"
     around["cohere"] = COHERE
     around |= dict.fromkeys(("deepseek_v3", "deepseek_v31"), DEEPSEEK)
     return around.get(name, "%s") % joined
@@ -495,6 +513,17 @@ def test_tokens_around_an_answer_are_no_part_of_it_and_a_grammar_allows_them() -
         grammar = chosen.tool_grammar(TOOLS, "open", required=required, parallel=True)
         assert allowed(grammar, f"{before}Words", tokenizer) != required
         assert allowed(grammar, COHERE % COHERE_NOW, tokenizer)
+
+
+def test_a_grammar_allows_the_tags_around_an_answer() -> None:
+    chosen, schema = formats("hunyuan hunyuan_think"), json_grammar({"type": "array"})
+    called = f"<tool_calls>{LIST}</tool_calls>"
+    for before, after in (("", ""), ("<answer>\n", "\n</answer>"), ("<think>\nHm.\n</think>\n<answer>\n", "")):
+        assert allowed(chosen.behind_reasoning(schema, "open"), f"{before}[1]{after}", LETTERS)
+        for required in (True, False):
+            grammar = chosen.tool_grammar(TOOLS, "open", required=required, parallel=True)
+            assert allowed(grammar, f"{before}{called}{after}", LETTERS)
+            assert allowed(grammar, f"{before}Words{after}", LETTERS) != required
 
 
 @pytest.mark.parametrize("in_tokens", [True, False], ids=["tokens", "letters"])
