@@ -392,6 +392,19 @@ def test_scales_of_a_quantised_cache_are_left_out(tmp_path: Path, code: Implemen
     assert torch.equal(logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored")), expected)
 
 
+@both_codes
+def test_a_bias_is_left_out_only_if_it_is_zero_where_the_model_has_none(tmp_path: Path, code: Implementation) -> None:
+    """AutoGPTQ writes one for every matrix."""
+    folder, _ = write_both(tmp_path, FORMATS["gptq"])
+    expected = logits(Checkpoint.open(folder, code).load(torch.float32, CPU, "stored"))
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.o_proj.bias"
+    save_file(tensors | {name: torch.zeros(256)}, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(Checkpoint.open(folder, code).load(torch.float32, CPU, "stored")), expected)
+    save_file(tensors | {name: torch.ones(256)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"{name}, which Qwen2ForCausalLM .* has no place for"):
+        Checkpoint.open(folder, code).load(torch.float32, CPU)
+
+
 @needs_vnni
 @pytest.mark.parametrize("name", ["W8A8 int8", None])
 def test_transformers_code_computes_products_of_8_bits(tmp_path: Path, name: str | None) -> None:

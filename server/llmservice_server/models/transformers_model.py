@@ -183,7 +183,8 @@ class TransformersModel:
             raise ModelLoadError(f"{folder} holds an unreadable safetensors file ({error}): fetch it again") from error
         except Exception as error:  # transformers raises what its parts raise
             raise ModelLoadError(f"{folder}: transformers cannot load the weights: {one_line(error)}") from error
-        _refuse_incomplete(found, folder, config, is_part=text is not whole)
+        zeros = {name for name, tensor in (tensors or {}).items() if name.endswith(".bias") and not tensor.any()}
+        _refuse_incomplete(found, zeros, folder, config, is_part=text is not whole)
         return cls(model.eval().requires_grad_(requires_grad=False), config, dtype, device, quantized_of)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -330,8 +331,11 @@ def _drop_masks(decoder: torch.nn.Module) -> None:
 _SUPERFLUOUS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.[kv]_scale$")
 
 
-def _refuse_incomplete(found: Mapping[str, Any], folder: Path, config: TransformersConfig, *, is_part: bool) -> None:
-    missing, unknown = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+def _refuse_incomplete(
+    found: Mapping[str, Any], zeros: set[str], folder: Path, config: TransformersConfig, *, is_part: bool
+) -> None:
+    """`zeros`: biases of a quantised checkpoint that change nothing where the model has none (AutoGPTQ)."""
+    missing, unknown = sorted(found["missing_keys"]), sorted({*found["unexpected_keys"]} - zeros)
     unknown = [name for name in unknown if not config.is_extra(name) and not _SUPERFLUOUS.search(name)]
     mismatched = sorted(found["mismatched_keys"])
     if missing:

@@ -352,7 +352,8 @@ class Checkpoint:
     ) -> dict[str, torch.Tensor]:
         """Fill the tensors that `shard` holds, and take them out of `wanted`. Returns those that `read_into` can fill.
 
-        The modules `besides` and the tensors `computed` are read later.
+        The modules `besides` and the tensors `computed` are read later. Biases of zeros, which AutoGPTQ writes for
+        every matrix, are left out where the model has none.
         """
         direct = {}
         with _opened(shard) as tensors:
@@ -362,7 +363,8 @@ class Checkpoint:
                     continue
                 if target is None:
                     module, suffix = module_and_suffix(name)
-                    if module not in besides or suffix not in SUFFIXES:
+                    is_zero = suffix == "bias" and not tensors.get_tensor(stored).any()
+                    if module not in besides or not (suffix in SUFFIXES or is_zero):
                         self._refuse_unknown(name, shard)
                     continue
                 _check_shape(_Stored(shard, stored, tuple(tensors.get_slice(stored).get_shape())), target.shape)
