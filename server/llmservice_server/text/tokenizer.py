@@ -70,6 +70,7 @@ def _drops(part: Mapping[str, Any]) -> bool:
 _TOOLS = "additional_chat_templates/tool_use.jinja"
 _PROMPT_END = 16  # tokens, enough for a tag in letters and white space
 _NONE_KEPT: Mapping[int, str] = {}
+_BUILT_OF_FLAGS = {"LlamaTokenizer", "LlamaTokenizerFast"}
 LONG_TEXT_BYTES = 4096
 """Longer texts are tokenized without the interpreter's lock; for shorter ones that costs more than it saves."""
 
@@ -135,6 +136,7 @@ class Tokenizer:
         library.no_padding()
         config = folder / "tokenizer_config.json"
         settings = read_json_object(config) if config.is_file() else {}
+        _add_tokens_of_flags(library, settings)
         ends, own_end = eos_token_ids(directory), library.token_to_id(_special_tokens(settings).get("eos_token", ""))
         try:
             return cls(
@@ -266,6 +268,28 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             tokens[name] = content
     return tokens
+
+
+def _add_tokens_of_flags(library: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Where tokenizer_config.json asks for tokens around a text that the post-processor of tokenizer.json does not add.
+
+    transformers before 5 made it of these flags in Llama's tokenizers, as of e5-mistral and DeepSeek-R1-Distill-Qwen.
+    """
+    if settings.get("tokenizer_class") not in _BUILT_OF_FLAGS:
+        return
+    tokens, encoded = _special_tokens(settings), library.encode("a").tokens
+    bos, eos = tokens.get("bos_token", ""), tokens.get("eos_token", "")
+    has_bos, has_eos = encoded[:1] == [bos], encoded[-1:] == [eos]
+    adds_bos = not has_bos and settings.get("add_bos_token") is True and library.token_to_id(bos) is not None
+    adds_eos = not has_eos and settings.get("add_eos_token") is True and library.token_to_id(eos) is not None
+    if adds_bos or adds_eos:
+        before, after = [bos] * (has_bos or adds_bos), [eos] * (has_eos or adds_eos)
+        single = [*before, "$A", *after]
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single=single,
+            pair=[*single, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)],
+            special_tokens=[(token, library.token_to_id(token)) for token in (*before, *after)],
+        )
 
 
 def _chat_template(given: Path | None, folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:

@@ -185,6 +185,42 @@ def test_special_tokens_may_be_objects(model: Path) -> None:
     assert tokenizer.encode_chat(MESSAGES) == tokenizer.encode("x")
 
 
+BEGIN, END = 0, 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "template", "around"),
+    [
+        pytest.param({"add_bos_token": True, "add_eos_token": True}, True, ([BEGIN], [END]), id="e5-mistral"),
+        pytest.param({"add_bos_token": True, "add_eos_token": False}, False, ([BEGIN], []), id="DeepSeek-R1-Distill"),
+        pytest.param({"add_bos_token": True, "add_eos_token": True}, False, ([BEGIN], [END]), id="both are missing"),
+        pytest.param({"add_eos_token": True}, False, ([], [END]), id="only the end"),
+        pytest.param({"add_bos_token": False}, True, ([BEGIN], []), id="a flag that is false"),
+        pytest.param({}, False, ([], []), id="no flag"),
+        pytest.param({"add_eos_token": True, "tokenizer_class": "Qwen2Tokenizer"}, True, ([BEGIN], []), id="Qwen"),
+        pytest.param({"add_bos_token": True, "bos_token": None}, False, ([], []), id="a flag without its token"),
+    ],
+)
+def test_flags_of_llamas_tokenizers_add_tokens_that_the_post_processor_lacks(
+    model: Path, flags: dict[str, Any], template: bool, around: tuple[list[int], list[int]]
+) -> None:
+    before, after = around
+    if not template:
+        settings = {"add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+        _change(model / "tokenizer.json", post_processor={"type": "ByteLevel", **settings})
+    prompt = Tokenizer.load(model).encode_chat(MESSAGES)
+    _change(model / "tokenizer_config.json", **{"tokenizer_class": "LlamaTokenizerFast", **flags})
+    tokenizer = Tokenizer.load(model)
+    text = tokenizer.encode("some text", add_special_tokens=False)
+    assert tokenizer.encode("some text") == [*before, *text, *after]
+    (cut,) = tokenizer.encode_truncated(["some text " * 9], 5)
+    assert (cut[: len(before)], len(cut), cut[5 - len(after) :]) == (before, 5, after)
+    (pair,) = tokenizer.encode_pairs([("some text", "some text")])
+    assert pair.token_ids.count(END) == 2 * len(after)
+    if flags.get("bos_token", BEGIN) is not None:
+        assert tokenizer.encode_chat(MESSAGES) == prompt
+
+
 def test_truncation_and_padding_that_were_saved_with_the_tokenizer_are_off(model: Path) -> None:
     library = Tokenizer.load(model)._library
     library.enable_truncation(4)
