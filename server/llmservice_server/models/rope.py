@@ -99,21 +99,24 @@ class RopeConfig:
         low, high = max(low, 0), min(high, head_dim - 1)
         width = (high - low) or 0.001  # one step instead of a ramp
         stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-        return plain / factor * stretched + plain * (1 - stretched), self._yarn_attention_factor(factor)
-
-    def _yarn_attention_factor(self, factor: float) -> float:
-        def mscale(weight: float) -> float:
-            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-        if given := self.scaling.get("attention_factor"):
-            return given
-        over, under = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
-        return mscale(over) / mscale(under) if over and under else mscale(1.0)
+        return plain / factor * stretched + plain * (1 - stretched), yarn_attention_factor(self.scaling, factor)
 
     def _require(self, names: tuple[str, ...]) -> None:
         missing = [name for name in names if name not in self.scaling]
         if missing:
             raise ModelLoadError(f"config.json: rope type {self.kind!r} needs {', '.join(missing)} in rope_parameters")
+
+
+def yarn_attention_factor(scaling: Mapping[str, float], factor: float) -> float:
+    """Of cos and sin, by the numbers of config.json."""
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if given := scaling.get("attention_factor"):
+        return given
+    over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return (mscale(over) / mscale(under) if over and under else mscale(1.0)) * (scaling.get("attn_factor") or 1.0)
 
 
 class RotaryEmbedding:

@@ -24,6 +24,7 @@ from llmservice_planner.model_config import stretched_context
 from llmservice_planner.quantization import QuantizationConfig
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.models.config import SERVED, quantization_of
+from llmservice_server.models.rope import yarn_attention_factor
 from llmservice_server.models.transformers_attention import NAME, Call, Mask, attend_of_pass, attention, pass_latents
 from llmservice_server.types.checkpoint_config import read_model_config
 from llmservice_server.types.errors import ModelLoadError
@@ -146,6 +147,10 @@ def read_configs(folder: Path) -> tuple[Any, Any]:
         keys = {"head_dim": text.hidden_size // max(1, text.num_attention_heads), **text.to_dict()}
         keys = {key: value for key, value in keys.items() if key not in ("model_type", "architectures")}
         text = transformers.AutoConfig.for_model(_WITHOUT_IMAGES[text.model_type], **keys)
+    for rope in _ropes(text):
+        numbers = (rope.get("attn_factor"), rope.get("factor"))  # transformers does not read the first
+        if rope.get("rope_type") == "yarn" and all(isinstance(each, int | float) for each in numbers):
+            rope["attention_factor"] = yarn_attention_factor(rope, rope["factor"])
     for each in (config, text):
         if hasattr(each, "quantization_config"):  # the loader dequantises
             del each.quantization_config

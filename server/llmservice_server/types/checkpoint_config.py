@@ -55,6 +55,7 @@ class RopeParameters(_File):
     high_freq_factor: Positive | None = None
     original_max_position_embeddings: Annotated[float, Field(ge=1, le=1 << 31)] | None = None
     attention_factor: Number | None = None
+    attn_factor: Positive | None = None  # multiplies what takes the place of the former
     beta_fast: Number | None = None
     beta_slow: Number | None = None
     mscale: Number | None = None

@@ -1,5 +1,7 @@
 """Rotary embeddings against transformers' own formulas."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llmservice_server.models.rope import RopeConfig, RotaryEmbedding, rotate
+from llmservice_server.models.transformers_config import read_configs
 from llmservice_server.types.checkpoint_config import CheckpointConfig
 from llmservice_server.types.errors import ModelLoadError
 
@@ -67,6 +70,25 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, Any], head_
     frequencies, scale = rope.inverse_frequencies(head_dim, CONTEXT)
     torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert scale == pytest.approx(expected_scale)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"attn_factor": 0.8782488562869419}, 1.0),  # as DeepSeek-R1-0528-Qwen3-8B has it
+        ({"attn_factor": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}, 0.5),
+        ({"attn_factor": 0.5, "attention_factor": 1.3}, 1.3),
+    ],
+)
+def test_attn_factor_multiplies_what_yarn_makes_of_its_factor_in_either_code(
+    tmp_path: Path, more: dict[str, float], expected: float
+) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, **more}
+    raw = {"model_type": "qwen3", "head_dim": 64, "max_position_embeddings": CONTEXT, "rope_scaling": scaling, **REST}
+    assert rope_of(raw).inverse_frequencies(64, CONTEXT)[1] == pytest.approx(expected)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    _, text = read_configs(tmp_path)
+    assert ROPE_INIT_FUNCTIONS["yarn"](text, torch.device("cpu"))[1] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
