@@ -14,7 +14,7 @@ import aiohttp
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.locations import Figures, Model, ModelLocation, ModelSourceError, locate
-from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header
+from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header, weight_names
 from llmservice_planner.model_config import patched
 from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
@@ -170,18 +170,16 @@ def _json_object(text: bytes, url: str) -> dict[str, Any]:
 
 
 def _weights_files(info: dict[str, Any]) -> dict[str, int]:
-    """The sizes of the safetensors that a pod downloads: those in the root, without the `consolidated` copy."""
+    """The sizes of the safetensors that a pod downloads from the root."""
     sizes = {
         sibling["rfilename"]: sibling["size"]
         for sibling in info.get("siblings") or []
         if isinstance(sibling, dict)
         and isinstance(sibling.get("rfilename"), str)
         and isinstance(sibling.get("size"), int)
-        and sibling["rfilename"].endswith(".safetensors")
         and "/" not in sibling["rfilename"]
     }
-    common = {name: size for name, size in sizes.items() if not name.startswith("consolidated")}
-    return common or sizes
+    return {name: sizes[name] for name in weight_names(sizes)}
 
 
 def _loaded_bytes(figures: Figures, dtype: str) -> int | None:

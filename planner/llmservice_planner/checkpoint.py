@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from llmservice_planner.quantization import (
     module_and_suffix,
 )
 
+INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 LENGTH_BYTES = 8
 """Of a file's start, which `header_length` reads."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
@@ -103,11 +104,22 @@ def _broken(where: str, problem: str) -> ShapeError:
     return ShapeError(f"{where} is no safetensors file ({problem}): download it again")
 
 
+def weight_names(names: Collection[str]) -> list[str]:
+    """Which files of a folder are fetched for their weights, and loaded unless an index names fewer; sorted.
+
+    Without an index `model.safetensors` has all of them. Mistral's `consolidated` files are copies in another layout.
+    """
+    found = sorted(name for name in names if name.endswith(".safetensors"))
+    if _WHOLE in found and INDEX not in names:
+        return [_WHOLE]
+    return [name for name in found if not name.startswith("consolidated")] or found
+
+
 def _shards(folder: Path) -> list[Path]:
-    """The files in the index, else every safetensors file of the folder."""
-    index = folder / "model.safetensors.index.json"
+    """The files in the index, else those of `weight_names`."""
+    index = folder / INDEX
     if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
+        return [folder / name for name in weight_names([file.name for file in folder.glob("*.safetensors")])]
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})

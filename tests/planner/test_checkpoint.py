@@ -49,6 +49,22 @@ def test_a_file_that_the_index_does_not_name_is_not_counted(tmp_path: Path) -> N
     assert weights_bytes(tmp_path) == _STORED
 
 
+@pytest.mark.parametrize(
+    ("names", "counted"),
+    [
+        (["model.safetensors", "consolidated.safetensors", "other.safetensors"], 1),
+        (["model-1.safetensors", "model-2.safetensors", "consolidated-00001-of-00001.safetensors"], 2),
+        (["consolidated.safetensors"], 1),
+    ],
+)
+def test_without_an_index_copies_in_another_layout_are_not_counted(
+    tmp_path: Path, names: list[str], counted: int
+) -> None:
+    for name in names:
+        save_file(_TENSORS, tmp_path / name)
+    assert weights_bytes(tmp_path) == counted * _STORED
+
+
 def test_a_folder_without_safetensors_has_no_size(tmp_path: Path) -> None:
     assert weights_bytes(tmp_path) is None
 

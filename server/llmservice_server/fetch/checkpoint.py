@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from llmservice_planner.checkpoint import weight_names
 from llmservice_server.fetch.cache import LockLostError, completed, mark_completed, sole_writer
 from llmservice_server.fetch.download import Downloader, FetchOptions
 from llmservice_server.fetch.progress import Progress
@@ -18,7 +19,6 @@ _IN_FOLDERS = re.compile(
     r"1_Pooling/config\.json|\d_Dense/(config\.json|model\.safetensors)|additional_chat_templates/tool_use\.jinja"
 )
 """How sentence-transformers makes an embedding; the chat template of requests with tools."""
-_ORIGINAL = "consolidated*.safetensors"  # the same weights again, in their authors' own layout
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _SHARD = re.compile(r".*-\d+-of-(?P<of>\d+)\.safetensors")
 
@@ -53,8 +53,8 @@ def needed(names: Iterable[str], *, adapter: bool = False) -> list[str]:
     if adapter:
         return [name for name in _ADAPTER if name in names]
     found = sorted(name for name in names if _plain(name) and any(fnmatch.fnmatchcase(name, one) for one in _PATTERNS))
-    others = [name for name in found if not fnmatch.fnmatchcase(name, _ORIGINAL)]
-    chosen = others if any(name.endswith(".safetensors") for name in others) else found
+    weights = weight_names(found)
+    chosen = [name for name in found if name in weights or not name.endswith(".safetensors")]
     return [*sorted(filter(_IN_FOLDERS.fullmatch, names)), *chosen]
 
 

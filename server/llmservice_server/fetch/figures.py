@@ -6,14 +6,14 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header
+from llmservice_planner.checkpoint import INDEX, LENGTH_BYTES, StoredTensor, header_length, parse_header, weight_names
 from llmservice_planner.model_source import CheckpointFigures
 from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.fetch.checkpoint import needed, remote_source
 from llmservice_server.fetch.source import CorruptError, FetchError, RemoteFile, RetryableError, Source, retrying
 
-_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_CONFIG = "config.json"
 _MOST_BYTES = 64 * 2**20
 _SILENCE_S = 20.0
 _ATTEMPTS = 3
@@ -43,15 +43,15 @@ def _figures(source: Source) -> CheckpointFigures:
         raise FetchError(f"{source.where} holds no config.json: expected a checkpoint in Hugging Face's format")
     sidecar = request(_read_json, source, SIDECAR) if SIDECAR in names else None
     config = with_sidecar(request(_read_json, source, _CONFIG), sidecar)
-    weights = [name for name in needed(names) if name.endswith(".safetensors")]
+    weights = weight_names(needed(names))
     if ModelShape.from_config(config).wants_headers:
         files = request(source.describe, weights)
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             headers = list(pool.map(lambda file: request.copy()(_read_header, source, file), files))
         tensors = {name: tensor for header in headers for name, tensor in header.items()}
         return CheckpointFigures(config, sum(file.size for file in files) or None, tensors)
-    if _INDEX in names:
-        total = request(_read_json, source, _INDEX).get("metadata", {}).get("total_size")
+    if INDEX in names:
+        total = request(_read_json, source, INDEX).get("metadata", {}).get("total_size")
         if isinstance(total, int) and total > 0:
             return CheckpointFigures(config, total)
     return CheckpointFigures(config, sum(file.size for file in request(source.describe, weights)) or None)

@@ -15,12 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llmservice_planner.checkpoint import (
+    INDEX,
     LANGUAGE_MODEL,
     WeightCounts,
     has_head,
     is_linear,
     place_of,
     read_tensors,
+    weight_names,
 )
 from llmservice_planner.quantization import (
     SUFFIXES,
@@ -47,7 +49,6 @@ from llmservice_server.types.errors import ModelLoadError
 if TYPE_CHECKING:
     from llmservice_server.models.transformers_config import TransformersConfig
 
-_INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
@@ -500,20 +501,19 @@ def _tensor_names(shards: Sequence[Path]) -> list[str]:
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """Raises `ModelLoadError` where there are no safetensors files, or not all that the index names."""
-    if (folder / _INDEX).exists():
-        weight_map = read_json_object(folder / _INDEX).get("weight_map")
+    if (folder / INDEX).exists():
+        weight_map = read_json_object(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
-            raise ModelLoadError(f"{folder / _INDEX} has no weight_map")
+            raise ModelLoadError(f"{folder / INDEX} has no weight_map")
         shards = tuple(folder / str(name) for name in sorted(set(weight_map.values())))
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise ModelLoadError(
-                f"{folder}: {_INDEX} names {len(shards)} files, {', '.join(missing)} missing: fetch it again"
+                f"{folder}: {INDEX} names {len(shards)} files, {', '.join(missing)} missing: fetch it again"
             )
         return shards
-    shards = tuple(sorted(folder.glob("*.safetensors")))
-    if shards:
-        return shards
+    if names := weight_names([file.name for file in folder.glob("*.safetensors")]):
+        return tuple(folder / name for name in names)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise ModelLoadError(

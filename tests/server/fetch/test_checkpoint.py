@@ -178,6 +178,7 @@ def test_a_target_that_cannot_be_written_is_reported(folder: Path, tmp_path: Pat
     [
         (["model.safetensors", "model.bin", "weights.pth", "README.md"], ["model.safetensors"]),
         (["consolidated.safetensors", "model-00001-of-00001.safetensors"], ["model-00001-of-00001.safetensors"]),
+        (["consolidated.safetensors", "model.safetensors", "other.safetensors"], ["model.safetensors"]),
         (["consolidated.safetensors", "params.json"], ["consolidated.safetensors", "params.json"]),
         (["original/model.safetensors", "../up.json", "..\\up.json", ".hidden.json", "a\n.json", ""], []),
         (["tokenizer.json", "chat_template.jinja"], ["chat_template.jinja", "tokenizer.json"]),

@@ -170,6 +170,13 @@ def test_shards_load_to_the_same_weights_as_one_file(folder: Path) -> None:
     assert torch.equal(states(folder), whole)
 
 
+@pytest.mark.parametrize("whole", ["model.safetensors", "renamed.safetensors"])
+def test_the_same_weights_in_their_authors_layout_are_not_loaded(folder: Path, whole: str) -> None:
+    (folder / "model.safetensors").rename(folder / whole)
+    save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, folder / "consolidated.safetensors")
+    load(folder)
+
+
 def test_leftovers_of_old_exporters_are_passed_over(folder: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change_tensors(lambda tensors: tensors.update({name: torch.ones(4)}))(folder)
