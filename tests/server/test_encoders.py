@@ -32,6 +32,7 @@ from llmservice_server.types.messages import Embed, GenerateRequest, SamplingPar
 pytestmark = pytest.mark.slow
 
 VOCAB_SIZE, LONGEST = 120, 64
+_TYPES = "sentence_transformers.models"
 SMALL = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -166,7 +167,7 @@ def test_pooling_and_normalization_are_those_of_the_checkpoint(
 ) -> None:
     folder = write_checkpoint(tmp_path, "bert")
     if modules is not None:
-        entries = [{"type": f"sentence_transformers.models.{name}"} for name in modules]
+        entries = [{"type": f"{_TYPES}.{name}"} for name in modules]
         (folder / "modules.json").write_text(json.dumps(entries))
         (folder / "1_Pooling").mkdir()
         (folder / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 48, **(settings or {})}))
@@ -197,7 +198,7 @@ def _edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obje
 
 
 def _write_module(folder: Path, name: str) -> None:
-    (folder / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{name}"}]))
+    (folder / "modules.json").write_text(json.dumps([{"type": name}]))
 
 
 def _write_dense(folder: Path, inputs: int, outputs: int, activation: str = "Identity") -> torch.Tensor:
@@ -206,9 +207,12 @@ def _write_dense(folder: Path, inputs: int, outputs: int, activation: str = "Ide
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"activation_function": f"torch.nn.modules.{activation}"}))
     save_file({"linear.weight": weight}, path / "model.safetensors")
-    modules = folder / "modules.json"
-    entries = json.loads(modules.read_text()) if modules.exists() else []
-    entries.append({"type": "sentence_transformers.models.Dense", "path": path.name})
+    modules, pooling = folder / "modules.json", folder / "1_Pooling"
+    if not modules.exists():
+        _write_module(folder, f"{_TYPES}.Pooling")
+        pooling.mkdir()
+        (pooling / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    entries = [*json.loads(modules.read_text()), {"type": f"{_TYPES}.Dense", "path": path.name}]
     modules.write_text(json.dumps(entries))
     return weight
 
@@ -306,10 +310,18 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a wrong size": (lambda folder: _edit_config(folder, hidden_size=-1), "hidden_size is -1, expected"),
     "a wrong value": (lambda folder: _edit_config(folder, hidden_act=7), "config.json"),
-    "another module": (lambda folder: _write_module(folder, "LSTM"), "modules.json names LSTM"),
+    "another module": (lambda folder: _write_module(folder, f"{_TYPES}.LSTM"), "modules.json names LSTM"),
     "a dense layer of another size": (lambda folder: _write_dense(folder, 32, 8), "no dense layer for 48 numbers"),
     "an activation": (lambda folder: _write_dense(folder, 48, 8, "GELU"), "activation_function is GELU, expected"),
-    "no file of its pooling": (lambda folder: _write_module(folder, "Pooling"), "set --pooling"),
+    "no file of its pooling": (lambda folder: _write_module(folder, f"{_TYPES}.Pooling"), "set --pooling"),
+    "a vector for each token": (
+        lambda folder: _write_module(folder, f"{_TYPES}.Transformer"),
+        "a vector for each token, which is not served: choose one vector of a text with --pooling",
+    ),
+    "a module of PyLate": (
+        lambda folder: _write_module(folder, "pylate.models.Dense.Dense"),
+        "modules.json names pylate.models.Dense.Dense, expected only",
+    ),
 }
 
 

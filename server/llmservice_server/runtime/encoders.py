@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,11 @@ class VectorFormat:
                 f"modules.json names {', '.join(unknown)}, expected only {', '.join(sorted(_MODULES))}: "
                 "the server does not compute the others, choose another checkpoint"
             )
+        if modules and "Pooling" not in modules and wanted == "auto":
+            raise ModelLoadError(
+                "modules.json names no Pooling, as where a model has a vector for each token, which is not served: "
+                "choose one vector of a text with --pooling, or another checkpoint"
+            )
         pooling = checkpoint_pooling(folder, "Pooling" in modules) if wanted == "auto" else wanted
         dense = torch.nn.Sequential()
         for path in [path for kind, path in entries if kind == "Dense"]:
@@ -123,13 +129,13 @@ def _dense(folder: Path, size: int) -> tuple[torch.nn.Linear, torch.nn.Module]:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The kind of each, and its folder."""
+    """The kind of each, with its whole name where it is none of sentence-transformers' own, and its folder."""
     path = folder / "modules.json"
     if not path.exists():
         return []
     try:
         return [
-            (str(module["type"]).rpartition(".")[2], str(module.get("path", "")))
+            (re.sub(r"^sentence_transformers\.(.*\.)?", "", str(module["type"])), str(module.get("path", "")))
             for module in json.loads(path.read_text(encoding="utf-8"))
         ]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
