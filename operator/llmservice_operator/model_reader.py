@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ import aiohttp
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.locations import Figures, Model, ModelLocation, ModelSourceError, locate
-from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header, weight_names
-from llmservice_planner.model_config import patched
+from llmservice_planner.checkpoint import (
+    LENGTH_BYTES,
+    StoredTensor,
+    header_length,
+    parse_header,
+    stored_dtype,
+    weight_names,
+)
+from llmservice_planner.model_config import names_dtype, patched
 from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
 
@@ -79,8 +87,12 @@ class ModelReader:
             raise
         sizes = await self._hub_weights(location)
         weights_file_bytes = sum(sizes.values()) or None
-        if shape.wants_headers:
-            shape = shape.counted(config, await self._hub_tensors(location, sizes))
+        if shape.wants_headers or not names_dtype(config):
+            tensors = await self._hub_tensors(location, sizes)
+            if not names_dtype(config):
+                shape = replace(shape, dtype=stored_dtype(tensors.values()))
+            if shape.wants_headers:
+                shape = shape.counted(config, tensors)
         if shape.why_not_counted and (weights_file_bytes is None or shape.quantization):
             return Figures("pod")
         return Figures("config", shape, weights_file_bytes)

@@ -31,6 +31,7 @@ LENGTH_BYTES = 8
 """Of a file's start, which `header_length` reads."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TARGET_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -66,6 +67,15 @@ def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """What the headers in `folder` say of its tensors. Raises `ShapeError` as `weights_bytes` does."""
     return {name: tensor for shard in _shards(folder) for name, tensor in _read_header(shard).items()}
+
+
+def stored_dtype(tensors: Iterable[StoredTensor]) -> str:
+    """That of most bytes, where config.json names none; float32, as of transformers, without any tensors."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if name := _DTYPES.get(tensor.dtype):
+            sizes[name] += tensor.nbytes
+    return max(sizes, key=sizes.__getitem__, default="float32")
 
 
 def header_length(where: str, start: bytes, most: int = _MAX_HEADER_BYTES) -> int:

@@ -82,6 +82,14 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def names_dtype(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says in which dtype the weights are."""
+    text = config.get("text_config")
+    return any(
+        each.get(key) for each in (config, text) if isinstance(each, Mapping) for key in ("dtype", "torch_dtype")
+    )
+
+
 def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of `ModelShape` from a parsed `config.json`. Raises `ShapeError`."""
     text = config.get("text_config", config)

@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, read_tensors, weights_bytes
+from llmservice_planner.checkpoint import (
+    StoredTensor,
+    WeightCounts,
+    has_head,
+    read_tensors,
+    stored_dtype,
+    weights_bytes,
+)
 from llmservice_planner.encoders import is_encoder
 from llmservice_planner.families import FAMILIES
-from llmservice_planner.model_config import ShapeError, patched, read_config, shape_fields
+from llmservice_planner.model_config import ShapeError, names_dtype, patched, read_config, shape_fields
 from llmservice_planner.quantization import (
     INT8_COLUMNS,
     Quantization,
@@ -142,6 +149,8 @@ class ModelShape:
         overrides: of config.json, as `patched` takes them.
         """
         config = patched(read_config(folder), overrides)
+        if not names_dtype(config):
+            config["dtype"] = stored_dtype(read_tensors(folder).values())
         shape = cls.from_config(config)
         return shape.counted(config, read_tensors(folder)) if shape.wants_headers else shape
 

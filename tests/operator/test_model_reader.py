@@ -42,7 +42,7 @@ FILES = {
     "pytorch_model.bin": 4000,
 }
 SHARDS = {
-    "model-1.safetensors": save({"model.embed_tokens.weight": np.zeros((512, 64), np.float32)}),
+    "model-1.safetensors": save({"model.embed_tokens.weight": np.zeros((512, 64), np.float16)}),
     "model-2.safetensors": save(
         {
             "model.layers.0.mlp.up_proj.qweight": np.zeros((64, 128 // 8), np.int32),
@@ -193,9 +193,10 @@ async def test_quantised_weights_of_an_unknown_family_are_counted_from_headers(
     for name, content in SHARDS.items():
         (models / "tiny" / name).write_bytes(content)
 
-    model = await read({"uri": uri}, hub, root=models)
+    model = await read({"uri": uri, "configOverrides": {"torch_dtype": None}}, hub, root=models)
 
     assert (model.figures_from, model.weights_bytes) == ("config", None)
+    assert model.shape.dtype == "float16"  # which config.json does not name
     assert model.shape.weights_bytes("float32", "dense") == 4 * (512 * 64 + 128 * 64)
     assert model.shape.weights_bytes("float32", "stored") == 4 * 512 * 64 + 128 * 64 // 2 + 128 * (2 + 1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, place_of, weights_bytes
+from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, place_of, stored_dtype, weights_bytes
 from llmservice_planner.model_config import ShapeError
 from llmservice_planner.quantization import QuantizationConfig
 from llmservice_planner.shape import ModelShape
@@ -63,6 +63,19 @@ def test_without_an_index_copies_in_another_layout_are_not_counted(
     for name in names:
         save_file(_TENSORS, tmp_path / name)
     assert weights_bytes(tmp_path) == counted * _STORED
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"F32": 100, "BF16": 300, "I32": 900}, "bfloat16"),
+        ({"F32": 300, "F16": 100, "F8_E4M3": 900}, "float32"),
+        ({"F16": 2, "I32": 900}, "float16"),
+        ({}, "float32"),
+    ],
+)
+def test_without_a_named_dtype_it_is_that_of_most_floats(sizes: dict[str, int], expected: str) -> None:
+    assert stored_dtype(StoredTensor(dtype, (1,), size) for dtype, size in sizes.items()) == expected
 
 
 def test_a_folder_without_safetensors_has_no_size(tmp_path: Path) -> None:

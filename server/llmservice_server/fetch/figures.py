@@ -6,7 +6,16 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from llmservice_planner.checkpoint import INDEX, LENGTH_BYTES, StoredTensor, header_length, parse_header, weight_names
+from llmservice_planner.checkpoint import (
+    INDEX,
+    LENGTH_BYTES,
+    StoredTensor,
+    header_length,
+    parse_header,
+    stored_dtype,
+    weight_names,
+)
+from llmservice_planner.model_config import names_dtype
 from llmservice_planner.model_source import CheckpointFigures
 from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import ModelShape, ShapeError
@@ -44,12 +53,15 @@ def _figures(source: Source) -> CheckpointFigures:
     sidecar = request(_read_json, source, SIDECAR) if SIDECAR in names else None
     config = with_sidecar(request(_read_json, source, _CONFIG), sidecar)
     weights = weight_names(needed(names))
-    if ModelShape.from_config(config).wants_headers:
+    wants_headers = ModelShape.from_config(config).wants_headers
+    if wants_headers or not names_dtype(config):
         files = request(source.describe, weights)
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             headers = list(pool.map(lambda file: request.copy()(_read_header, source, file), files))
         tensors = {name: tensor for header in headers for name, tensor in header.items()}
-        return CheckpointFigures(config, sum(file.size for file in files) or None, tensors)
+        config = config if names_dtype(config) else {**config, "dtype": stored_dtype(tensors.values())}
+        stored_bytes = sum(file.size for file in files) or None
+        return CheckpointFigures(config, stored_bytes, tensors if wants_headers else {})
     if INDEX in names:
         total = request(_read_json, source, INDEX).get("metadata", {}).get("total_size")
         if isinstance(total, int) and total > 0:

@@ -17,11 +17,13 @@ from safetensors import SafetensorError, safe_open
 from llmservice_planner.checkpoint import (
     INDEX,
     LANGUAGE_MODEL,
+    StoredTensor,
     WeightCounts,
     has_head,
     is_linear,
     place_of,
     read_tensors,
+    stored_dtype,
     weight_names,
 )
 from llmservice_planner.quantization import (
@@ -117,10 +119,13 @@ class Checkpoint:
         return cls(folder, config, shards, eos_token_ids(folder))
 
     def dtype(self, wanted: str) -> torch.dtype:
-        """The dtype to run in; `auto` is the checkpoint's own."""
+        """The dtype to run in; `auto` is the checkpoint's own: config.json's, else that of most of its weights.
+
+        Raises `ModelLoadError` for one that is not served, or a file whose header is broken.
+        """
         if wanted != "auto":
             return _DTYPES[wanted]
-        named = str(self.config.dtype or "float32").removeprefix("torch.")
+        named = str(self.config.dtype or stored_dtype(self._headers().values())).removeprefix("torch.")
         if named not in _DTYPES:
             raise ModelLoadError(
                 f"config.json: dtype is {named!r}, expected one of {', '.join(_DTYPES)}: choose one with --dtype"
@@ -141,12 +146,8 @@ class Checkpoint:
             if quantization != "int8" and not config.is_packed:
                 return self.weight_file_bytes
             return ModelShape.from_folder(self.folder).weights_bytes(name, quantization, on_cpu=on_cpu)
-        try:
-            tensors = read_tensors(self.folder)
-        except ShapeError as error:
-            raise ModelLoadError(str(error)) from error
         counts = WeightCounts.of(
-            tensors,
+            self._headers(),
             config.quantization,
             layers=len(config.windows),
             hidden_size=config.hidden_size,
@@ -154,6 +155,12 @@ class Checkpoint:
         )
         form = None if config.quantization is None else config.quantization.first
         return counts.held_bytes(form, quantization, on_cpu=on_cpu, dtype_bytes=dtype.itemsize)
+
+    def _headers(self) -> dict[str, StoredTensor]:
+        try:
+            return read_tensors(self.folder)
+        except ShapeError as error:
+            raise ModelLoadError(str(error)) from error
 
     def load(
         self,

@@ -90,6 +90,13 @@ def test_weights_without_an_index_have_the_size_of_their_files(hub: ModelHub) ->
     assert read_figures("hf://org/open").weights_bytes is None
 
 
+def test_a_dtype_that_config_json_does_not_name_is_that_of_the_weights(hub: ModelHub) -> None:
+    config = {key: value for key, value in LLAMA_3_8B.items() if key != "torch_dtype"}
+    hub.files = {"config.json": json.dumps(config).encode(), "model.safetensors": save({"a": torch.ones(9).half()})}
+    model = read_model("org/open")
+    assert (model.shape.dtype, model.shape.counts) == ("float16", None)
+
+
 def test_quantisation_that_is_described_apart_is_read_and_counted_from_the_headers(hub: ModelHub) -> None:
     hub.files = {
         "config.json": json.dumps(LLAMA_3_8B).encode(),

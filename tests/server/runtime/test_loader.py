@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmservice_planner.shape import ModelShape
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from llmservice_server.types.errors import ModelLoadError
@@ -197,6 +198,17 @@ def test_the_dtype_is_the_checkpoints_own_unless_another_is_wanted(
 ) -> None:
     set_config(dtype=None, torch_dtype=named)(folder)
     assert Checkpoint.open(folder).dtype(wanted) == expected
+
+
+def test_without_a_named_dtype_it_is_that_of_most_weights(folder: Path) -> None:
+    set_config(dtype=None, torch_dtype=None)(folder)
+    change_tensors(
+        lambda tensors: tensors.update(
+            {name: each.bfloat16() for name, each in tensors.items() if not name.endswith("norm.weight")}
+        )
+    )(folder)
+    assert Checkpoint.open(folder).dtype("auto") == torch.bfloat16
+    assert ModelShape.from_folder(folder).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
