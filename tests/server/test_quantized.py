@@ -382,25 +382,40 @@ def test_block_scales_may_be_powers_of_two_in_8_bits(tmp_path: Path) -> None:
     assert torch.equal(model.layers[1].attention.qkv.weight[:256], expected)  # type: ignore[union-attr]
 
 
+SCALES_OF_ATTENTION = (
+    *("k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale"),
+    *("q_proj.q_scale", "k_proj.k_scale", "v_proj.v_scale"),
+    *(f"{each}_proj.output_scale" for each in "qkv"),
+)
+
+
 @both_codes
-def test_scales_of_a_quantised_cache_are_left_out(tmp_path: Path, code: Implementation) -> None:
+def test_scales_of_quantised_attention_are_left_out(tmp_path: Path, code: Implementation) -> None:
     quantized, _ = write_both(tmp_path, FORMATS["fp8 static"])
     expected = logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored"))
     tensors = load_file(quantized / "model.safetensors")
-    scales = {f"model.layers.1.self_attn.{each}_scale": torch.tensor(0.5) for each in "kv"}
+    scales = {f"model.layers.1.self_attn.{each}": torch.tensor(0.5) for each in SCALES_OF_ATTENTION}
     save_file(tensors | scales, quantized / "model.safetensors", {"format": "pt"})
     assert torch.equal(logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored")), expected)
 
 
 @both_codes
-def test_a_bias_is_left_out_only_if_it_is_zero_where_the_model_has_none(tmp_path: Path, code: Implementation) -> None:
-    """AutoGPTQ writes one for every matrix."""
-    folder, _ = write_both(tmp_path, FORMATS["gptq"])
+@pytest.mark.parametrize(
+    ("form", "suffix", "zeros"),
+    [
+        ("gptq", "bias", torch.zeros(256)),  # AutoGPTQ writes one for every matrix
+        ("fp8 static", "input_zero_point", torch.zeros(1).to(torch.float8_e4m3fn)),
+    ],
+)
+def test_what_the_model_has_no_place_for_is_left_out_only_if_it_is_zero(
+    tmp_path: Path, form: str, suffix: str, zeros: torch.Tensor, code: Implementation
+) -> None:
+    folder, _ = write_both(tmp_path, FORMATS[form])
     expected = logits(Checkpoint.open(folder, code).load(torch.float32, CPU, "stored"))
-    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.o_proj.bias"
-    save_file(tensors | {name: torch.zeros(256)}, folder / "model.safetensors", {"format": "pt"})
+    tensors, name = load_file(folder / "model.safetensors"), f"model.layers.1.self_attn.o_proj.{suffix}"
+    save_file(tensors | {name: zeros}, folder / "model.safetensors", {"format": "pt"})
     assert torch.equal(logits(Checkpoint.open(folder, code).load(torch.float32, CPU, "stored")), expected)
-    save_file(tensors | {name: torch.ones(256)}, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors | {name: zeros.float() + 1}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelLoadError, match=f"{name}, which Qwen2ForCausalLM .* has no place for"):
         Checkpoint.open(folder, code).load(torch.float32, CPU)
 

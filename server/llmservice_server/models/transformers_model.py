@@ -6,7 +6,6 @@ Its attention layers call the function that is registered with transformers' `At
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from llmservice_server.backend.experts import Experts, Mixture
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.transformers_attention import NAME, attend_of_pass, has_latents, pass_latents
 from llmservice_server.models.transformers_config import TransformersConfig, fix_long_rope, one_line, read_configs
+from llmservice_server.models.weights import SUPERFLUOUS
 from llmservice_server.types.errors import ModelLoadError
 
 _TEXT_PARTS = {
@@ -328,15 +328,12 @@ def _drop_masks(decoder: torch.nn.Module) -> None:
                 module.register_buffer(name, buffer.new_empty(0), persistent=False)
 
 
-_SUPERFLUOUS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.[kv]_scale$")
-
-
 def _refuse_incomplete(
     found: Mapping[str, Any], zeros: set[str], folder: Path, config: TransformersConfig, *, is_part: bool
 ) -> None:
     """`zeros`: biases of a quantised checkpoint that change nothing where the model has none (AutoGPTQ)."""
     missing, unknown = sorted(found["missing_keys"]), sorted({*found["unexpected_keys"]} - zeros)
-    unknown = [name for name in unknown if not config.is_extra(name) and not _SUPERFLUOUS.search(name)]
+    unknown = [name for name in unknown if not config.is_extra(name) and not SUPERFLUOUS.search(name)]
     mismatched = sorted(found["mismatched_keys"])
     if missing:
         raise ModelLoadError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -11,6 +12,11 @@ import torch
 from llmservice_server.backend.base import Linear
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
+
+SUPERFLUOUS = re.compile(
+    r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.(q|k|v|kv|prob_output)_scale|(q|k|v|qkv)_proj\.output_scale)$"
+)
+"""Names of what old exporters wrote, and of scales of fp8 caches and of quantised attention, of which ours has none."""
 
 
 @dataclass(frozen=True, slots=True)

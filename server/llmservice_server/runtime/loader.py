@@ -43,7 +43,7 @@ from llmservice_server.models.architectures import build
 from llmservice_server.models.config import ModelConfig, is_own
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.quantization import read, shape_of
-from llmservice_server.models.weights import ComputedPlace, QuantizedPlace, StackedPlace, Weights
+from llmservice_server.models.weights import SUPERFLUOUS, ComputedPlace, QuantizedPlace, StackedPlace, Weights
 from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object, read_model_config
 from llmservice_server.types.errors import ModelLoadError
@@ -55,8 +55,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
 """Names in a checkpoint that was saved for embeddings, without the head and its owner."""
-_SUPERFLUOUS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
-"""The scales are of an fp8 cache, and ours has none."""
+_ZEROS = ("bias", "input_zero_point")
+"""Of quantised modules; without effect where all numbers are zero."""
 _NUMBER_OF_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -236,15 +236,17 @@ class Checkpoint:
         return TransformersModel.load(self.folder, config, dtype, device, quantized_of, found, max_model_len)
 
     def _besides(self, quantized: Collection[str]) -> dict[str, torch.Tensor]:
-        """The checkpoint's tensors but those of modules that are `quantized`, whose biases are among them."""
+        """The checkpoint's tensors but the matrices of modules that are `quantized`, whose biases are among them."""
         found = {}
         for shard in self.shards:
             with _opened(shard) as tensors:
                 for name, _ in self._names(tensors):
                     module, suffix = module_and_suffix(name)
-                    if module in quantized and suffix != "bias":
+                    if module in quantized and suffix in SUFFIXES:
                         continue
                     tensor = tensors.get_tensor(name)
+                    if module in quantized and suffix == "input_zero_point" and not tensor.float().any():
+                        continue
                     if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
                         raise ModelLoadError(f"{name} is {tensor.dtype} in one tensor of several matrices: not served")
                     found[name] = tensor
@@ -361,7 +363,7 @@ class Checkpoint:
         """Fill the tensors that `shard` holds, and take them out of `wanted`. Returns those that `read_into` can fill.
 
         The modules `besides` and the tensors `computed` are read later. Biases of zeros, which AutoGPTQ writes for
-        every matrix, are left out where the model has none.
+        every matrix, are left out where the model has none, as are zeros of symmetric activations.
         """
         direct = {}
         with _opened(shard) as tensors:
@@ -371,7 +373,7 @@ class Checkpoint:
                     continue
                 if target is None:
                     module, suffix = module_and_suffix(name)
-                    is_zero = suffix == "bias" and not tensors.get_tensor(stored).any()
+                    is_zero = suffix in _ZEROS and not tensors.get_tensor(stored).float().any()
                     if module not in besides or not (suffix in SUFFIXES or is_zero):
                         self._refuse_unknown(name, shard)
                     continue
@@ -401,7 +403,7 @@ class Checkpoint:
     def _refuse_unknown(self, name: str, shard: Path) -> None:
         """Refuse a weight that the model has no place for: its results would be wrong. Some kinds are superfluous."""
         tied_head = name == "lm_head.weight" and isinstance(self.config, ModelConfig) and self.config.tied_embeddings
-        if not tied_head and not name.endswith(_SUPERFLUOUS):
+        if not tied_head and not SUPERFLUOUS.search(name):
             raise ModelLoadError(
                 f"{shard.name} holds {name}, which {self.config.architecture} with this config.json has no place for "
                 "(or which two files hold)"
