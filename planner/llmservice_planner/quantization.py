@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, cast
 
 Quantization = Literal["auto", "dense", "int8", "stored"]
@@ -279,11 +280,15 @@ class _Modules:
         return cls(frozenset(names), tuple(expressions))
 
     def __contains__(self, module: str) -> bool:
+        return self.has_name_of(module) or self.has_expression_of(module)
+
+    def has_name_of(self, module: str) -> bool:
         parts = module.split(".")
         ends = ((first, end) for first in range(len(parts)) for end in range(first + 1, len(parts) + 1))
-        return any(".".join(parts[first:end]) in self.names for first, end in ends) or any(
-            expression.match(module) for expression in self.expressions
-        )
+        return any(".".join(parts[first:end]) in self.names for first, end in ends)
+
+    def has_expression_of(self, module: str) -> bool:
+        return any(expression.match(module) for expression in self.expressions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +296,8 @@ class QuantizationConfig:
     """Which format each matrix has."""
 
     formats: tuple[tuple[tuple[str, ...], WeightFormat], ...]
-    """Names or `re:` patterns, or `Linear` for all, and the format of these; the first that matches."""
+    """Names, `re:` patterns, or `Linear` for all, and the format of these. Of several that match, names go before
+    patterns and these before `Linear`, as in compressed-tensors, and then the first."""
     ignored: tuple[str, ...] = ()
     _targets: tuple[_Modules, ...] = field(init=False, repr=False, compare=False)
     _left_out: _Modules = field(init=False, repr=False, compare=False)
@@ -328,10 +334,13 @@ class QuantizationConfig:
         """The format of the matrix of a module, by its name in the checkpoint; None: it is not quantised."""
         if module in self._left_out:
             return None
-        for targets, (_, form) in zip(self._targets, self.formats, strict=True):
-            if "Linear" in targets.names or module in targets:
-                return form
-        return None
+        targets = [(modules, form) for modules, (_, form) in zip(self._targets, self.formats, strict=True)]
+        ranked = chain(
+            (form for modules, form in targets if modules.has_name_of(module)),
+            (form for modules, form in targets if modules.has_expression_of(module)),
+            (form for modules, form in targets if "Linear" in modules.names),
+        )
+        return next(ranked, None)
 
     def __str__(self) -> str:
         return "; ".join(str(form) for _, form in self.formats)

@@ -71,19 +71,23 @@ def test_a_code_names_the_format_and_is_read_again(raw: dict[str, Any], code: st
     assert WeightFormat.parse(code).code == code
 
 
-def test_each_module_has_the_first_format_that_names_it_unless_it_is_ignored() -> None:
+@pytest.mark.parametrize("order", ["abc", "cba"])
+def test_each_module_has_the_format_that_names_it_most_exactly_unless_it_is_ignored(order: str) -> None:
+    groups = {
+        "a": {"targets": ["model.layers.2.mlp.down_proj"], "weights": INT4, "format": "pack-quantized"},
+        "b": {"targets": ["re:.*down_proj"], "weights": INT8, "format": "int-quantized"},
+        "c": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
+    }
     config = parsed(
         quant_method="compressed-tensors",
         format="mixed-precision",
-        config_groups={
-            "a": {"targets": ["re:.*down_proj"], "weights": INT8, "format": "int-quantized"},
-            "b": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
-        },
+        config_groups={name: groups[name] for name in order},
         ignore=["lm_head", "re:.*layers.0.*"],
     )
     bits = {
         name: form and form.bits
         for name in (
+            "model.layers.2.mlp.down_proj",
             "model.layers.1.mlp.down_proj",
             "model.layers.1.mlp.up_proj",
             "model.layers.0.mlp.up_proj",
@@ -91,7 +95,7 @@ def test_each_module_has_the_first_format_that_names_it_unless_it_is_ignored() -
         )
         for form in [config.format_of(name)]
     }
-    assert list(bits.values()) == [8, 4, None, None]
+    assert list(bits.values()) == [4, 8, 4, None, None]
 
 
 def test_layers_of_auto_round_differ_where_it_says_so() -> None:
