@@ -23,6 +23,7 @@ from llmservice_planner.checkpoint import (
     stored_dtype,
     weight_names,
 )
+from llmservice_planner.encoders import SENTENCES, is_encoder
 from llmservice_planner.model_config import names_dtype, patched
 from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
@@ -112,13 +113,17 @@ class ModelReader:
         if status != 200:
             raise ModelSourceError("ModelUnreachable", f"{url} answers {status}", lasting=False)
         config = _json_object(text, url)
-        if config.get("quantization_config"):
-            return config
-        url = self._file_url(location, SIDECAR)
+        if not config.get("quantization_config"):
+            config = with_sidecar(config, await self._hub_object(location, SIDECAR))
+        return {**config, SENTENCES: await self._hub_object(location, SENTENCES)} if is_encoder(config) else config
+
+    async def _hub_object(self, location: ModelLocation, name: str) -> dict[str, Any] | None:
+        """Of a file that not every repository has."""
+        url = self._file_url(location, name)
         status, text = await self._get(url)
         if status not in {200, 404}:  # what is read now is kept
             raise ModelSourceError("ModelUnreachable", f"{url} answers {status}", lasting=False)
-        return with_sidecar(config, _json_object(text, url) if status == 200 else None)
+        return _json_object(text, url) if status == 200 else None
 
     async def _hub_weights(self, location: ModelLocation) -> dict[str, int]:
         """The sizes of the weights' files; empty where the hub does not report them."""

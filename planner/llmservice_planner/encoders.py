@@ -11,6 +11,8 @@ from typing import Any
 
 from llmservice_planner.families import find_family
 
+SENTENCES = "sentence_bert_config.json"
+"""What sentence-transformers says of an encoder's inputs; beside the keys of config.json, under this name."""
 ENCODER_BATCH = 64
 """Inputs that the server computes at once, at most."""
 

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from llmservice_planner.encoders import ENCODERS, EncoderFamily, EncoderSizes, count_parameters
+from llmservice_planner.encoders import (
+    ENCODERS,
+    SENTENCES,
+    EncoderFamily,
+    EncoderSizes,
+    count_parameters,
+    is_encoder,
+)
 from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family, find_family
 from llmservice_planner.quantization import SIDECAR, QuantizationConfig, QuantizationError, with_sidecar
 
@@ -65,9 +72,13 @@ def patched(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> d
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a model folder. Raises `ShapeError` if it is missing or not a JSON object."""
-    sidecar = folder / SIDECAR
-    return with_sidecar(_read_object(folder / "config.json"), _read_object(sidecar) if sidecar.is_file() else None)
+    """The parsed `config.json` of a model folder, with what other files add to it.
+
+    Raises `ShapeError` if it is missing, or one of them is not a JSON object.
+    """
+    sidecar, sentences = folder / SIDECAR, folder / SENTENCES
+    config = with_sidecar(_read_object(folder / "config.json"), _read_object(sidecar) if sidecar.is_file() else None)
+    return {**config, SENTENCES: _read_object(sentences)} if is_encoder(config) and sentences.is_file() else config
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -170,6 +181,14 @@ def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[st
         "quantization": _quantization(config),
         "encoder_parameters": count_parameters(family, sizes),
     }
+
+
+def max_seq_length(config: Mapping[str, Any]) -> int | None:
+    """Tokens of an encoder's input to which sentence-transformers cuts it; None: to its context."""
+    length = (config.get(SENTENCES) or {}).get("max_seq_length")
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+        raise ShapeError(f"{SENTENCES}: max_seq_length is {length!r}, expected a positive whole number")
+    return length
 
 
 def _family(model_type: object) -> Family:

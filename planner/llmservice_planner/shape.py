@@ -20,7 +20,7 @@ from llmservice_planner.checkpoint import (
 )
 from llmservice_planner.encoders import is_encoder
 from llmservice_planner.families import FAMILIES
-from llmservice_planner.model_config import ShapeError, names_dtype, patched, read_config, shape_fields
+from llmservice_planner.model_config import ShapeError, max_seq_length, names_dtype, patched, read_config, shape_fields
 from llmservice_planner.quantization import (
     INT8_COLUMNS,
     Quantization,
@@ -51,6 +51,8 @@ class ModelShape:
     vocab_size: int
     architecture: str = "llama"
     max_position_embeddings: int | None = None
+    max_seq_length: int | None = None
+    """Tokens of an encoder's input where no other maximum is given; None, or more than it knows: all positions."""
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     """Element type of the checkpoint, to which `dtype: auto` resolves."""
@@ -135,7 +137,10 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """From a parsed Hugging Face `config.json`. Raises `ShapeError`."""
         shape = cls(**shape_fields(config))
-        if not is_encoder(config) or shape.is_encoder:
+        if not is_encoder(config):
+            return shape
+        shape = replace(shape, max_seq_length=max_seq_length(config))
+        if shape.is_encoder:
             return shape
         headless = replace(shape, tie_word_embeddings=True, sliding_window=None, sliding_layers=0)
         # Behind EmbeddingGemma's pooling are two dense layers; a classifier has a row for its one label.
@@ -235,6 +240,11 @@ class ModelShape:
     def takes_int8(self) -> bool:
         """Whether the server quantises it at load; experts of gpt-oss are in one tensor, whatever their format."""
         return self.architecture != "gpt_oss"
+
+    @property
+    def default_model_len(self) -> int | None:
+        """Tokens of the longest request where no maximum is given; None: the positions are not known."""
+        return min(filter(None, (self.max_seq_length, self.max_position_embeddings)), default=None)
 
     @property
     def is_mla(self) -> bool:

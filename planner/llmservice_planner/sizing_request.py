@@ -55,7 +55,7 @@ class SizingRequest:
     device_count: int = 1
     """GPUs that share the model (tensor parallelism); 1 on a CPU."""
     max_model_len: int | None = None
-    """Longest sequence (prompt and answer); None: the model's `max_position_embeddings`."""
+    """Longest sequence (prompt and answer); None: the model's `default_model_len`."""
     dtype: str = "auto"
     kv_dtype: str = "auto"
     quantization: Quantization = "auto"
@@ -95,7 +95,7 @@ class SizingRequest:
     @property
     def model_len(self) -> int:
         """`max_model_len`, or the model's."""
-        length = self.max_model_len or self.shape.max_position_embeddings
+        length = self.max_model_len or self.shape.default_model_len
         if length is None:
             raise SizingError("max_model_len is missing, and the shape names no maxPositionEmbeddings to take instead")
         return length

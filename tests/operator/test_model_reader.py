@@ -34,6 +34,8 @@ PACKED = {
     "model_type": "not-known",
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
 }
+OTHERS = {"packed": PACKED, "unlisted": PACKED, "encoder": {"model_type": "bert", "torch_dtype": "float32"}}
+"""By the names of their repositories."""
 FILES = {
     "model-00001-of-00002.safetensors": 3000,
     "model-00002-of-00002.safetensors": 1000,
@@ -63,6 +65,10 @@ def models(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
+async def sentences(_: web.Request) -> web.Response:
+    return web.json_response({"max_seq_length": 256})
+
+
 @pytest.fixture
 async def hub() -> AsyncIterator[str]:
     """A model hub: org/good, org/gated, org/broken, org/slow; anything else is not there."""
@@ -75,8 +81,8 @@ async def hub() -> AsyncIterator[str]:
             await asyncio.sleep(30)
         if name == "broken":
             return web.Response(text="{")
-        if name in {"packed", "unlisted"}:
-            return web.json_response(PACKED)
+        if name in OTHERS:
+            return web.json_response(OTHERS[name])
         known = name in {"good", "gated", "modelopt", "failing"}
         return web.json_response(CONFIG) if known else web.Response(status=404)
 
@@ -104,6 +110,7 @@ async def hub() -> AsyncIterator[str]:
     app.router.add_get("/api/models/org/packed/revision/{revision}", shards)
     app.router.add_get("/org/{name}/resolve/{revision}/config.json", answer)
     app.router.add_get("/api/models/org/good/revision/{revision}", listing)
+    app.router.add_get("/org/encoder/resolve/{revision}/sentence_bert_config.json", sentences)
     app.router.add_get("/org/{name}/resolve/{revision}/hf_quant_config.json", sidecar)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -139,6 +146,12 @@ async def test_a_hub_model_whose_quantisation_is_described_apart(hub: str) -> No
     assert model.shape.quantization == "modelopt/float4/1x16"
     with pytest.raises(ModelSourceError, match=r"hf_quant_config.json answers 503"):  # not for good as unquantised
         await read({"uri": "hf://org/failing@main"}, hub)
+
+
+async def test_the_longest_input_of_an_encoder_is_that_of_sentence_transformers(hub: str) -> None:
+    model = await read({"uri": "hf://org/encoder"}, hub)
+
+    assert (model.shape.default_model_len, model.shape.max_position_embeddings) == (256, 512)
 
 
 async def test_a_hub_model_is_read_without_downloading_it(hub: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 from llmservice_planner.encoders import ENCODERS, is_encoder
 from llmservice_planner.gpu import GIB, Device, cpu_device, find_gpu
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingRequest, plan
 
 _COMMON = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 384, "pad_token_id": 1}
@@ -76,6 +78,29 @@ def test_an_encoder_that_does_not_fit_says_what_is_missing_and_helps() -> None:
     assert not answer.fits
     assert answer.shortfall_bytes > 0
     assert any("give the container at least" in remedy for remedy in answer.remedies)
+
+
+@pytest.mark.parametrize(
+    ("sentences", "expected"),
+    [(None, 512), ({"max_seq_length": 256}, 256), ({"max_seq_length": None}, 512), ({"max_seq_length": 1024}, 512)],
+)
+def test_inputs_are_as_long_as_for_sentence_transformers_unless_more_are_asked_for(
+    tmp_path: Path, sentences: dict[str, Any] | None, expected: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    if sentences is not None:
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps(sentences))
+    shape = ModelShape.from_folder(tmp_path)
+    assert plan(SizingRequest(shape=shape, device=find_gpu("t4"))).max_model_len == expected
+    assert plan(SizingRequest(shape=shape, device=find_gpu("t4"), max_model_len=512)).max_model_len == 512
+
+
+@pytest.mark.parametrize("length", [0, -1, True, "256"])
+def test_a_length_that_makes_no_sense_is_refused(tmp_path: Path, length: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": length}))
+    with pytest.raises(ShapeError, match=r"sentence_bert_config.json: max_seq_length is .*, expected a positive whole"):
+        ModelShape.from_folder(tmp_path)
 
 
 def test_a_step_is_never_shorter_than_the_longest_input() -> None:

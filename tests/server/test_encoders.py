@@ -178,6 +178,13 @@ def test_pooling_and_normalization_are_those_of_the_checkpoint(
     assert lengths == pytest.approx(1, abs=1e-5) if length else np.all(abs(lengths - 1) > 0.1)
 
 
+def test_inputs_are_as_long_as_for_sentence_transformers_unless_more_are_asked_for(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "bert")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32, "do_lower_case": False}))
+    assert _load(folder).ready.max_embedding_tokens == 32
+    assert _load(folder, max_model_len=LONGEST).ready.max_embedding_tokens == LONGEST
+
+
 def test_a_checkpoint_of_pre_training_gives_the_embeddings_of_its_encoder(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "bert", AutoModelForMaskedLM)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]

@@ -330,7 +330,7 @@ def _longest(shape: ModelShape, config: EngineConfig) -> int:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the model's context of {context} tokens: lower it"
         )
-    return config.max_model_len or context
+    return config.max_model_len or shape.default_model_len or context
 
 
 def _step_tokens(config: EngineConfig, device: torch.device) -> int:

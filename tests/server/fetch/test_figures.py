@@ -97,6 +97,14 @@ def test_a_dtype_that_config_json_does_not_name_is_that_of_the_weights(hub: Mode
     assert (model.shape.dtype, model.shape.counts) == ("float16", None)
 
 
+def test_the_longest_input_of_an_encoder_is_that_of_sentence_transformers(hub: ModelHub) -> None:
+    hub.files = {
+        "config.json": json.dumps({"model_type": "bert", "torch_dtype": "float32"}).encode(),
+        "sentence_bert_config.json": b'{"max_seq_length": 256}',
+    }
+    assert read_model("org/open").shape.default_model_len == 256
+
+
 def test_quantisation_that_is_described_apart_is_read_and_counted_from_the_headers(hub: ModelHub) -> None:
     hub.files = {
         "config.json": json.dumps(LLAMA_3_8B).encode(),
