@@ -287,6 +287,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: _edit_weights(folder, lambda tensors: tensors.pop(_QUERY)),
         f"1 tensors that BertModel needs are in none of its safetensors files, among them {_QUERY}",
     ),
+    "code of its own": (
+        lambda folder: (
+            _edit_config(folder, auto_map={"AutoModel": "modeling_bert.JinaBertModel"}),
+            _edit_weights(folder, lambda tensors: tensors.pop(_QUERY)),
+        ),
+        "auto_map names code that comes with the checkpoint, which is never executed",
+    ),
     "a wrong shape": (
         lambda folder: _edit_weights(folder, lambda tensors: tensors.update({_QUERY: torch.zeros(48, 40)})),
         f"{_QUERY} has the shape [48, 40], config.json makes it [48, 48]",

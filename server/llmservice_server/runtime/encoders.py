@@ -405,22 +405,26 @@ def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
 
 def _check_weights(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
     """Raises `ModelLoadError` where a tensor is missing or has another shape, or the model has no place for it."""
-    name = type(model).__name__
+    name, base = type(model).__name__, model.base_model
+    unread = "pooler." if base is model else ()  # of embeddings
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith(unread))
+    parts = {child for child, _ in base.named_children()} - {"pooler"}
+    unknown = sorted(key for key in info["unexpected_keys"] if _belongs_to(key, base.base_model_prefix, parts))
+    if (info["mismatched_keys"] or missing or unknown) and "auto_map" in read_json_object(folder / "config.json"):
+        raise ModelLoadError(
+            "config.json: auto_map names code that comes with the checkpoint, which is never executed, and its weights "
+            f"are not those of transformers' {name}: choose a checkpoint that needs no code of its own"
+        )
     for key, found, expected in sorted(info["mismatched_keys"]):
         raise ModelLoadError(
             f"{folder}: {key} has the shape {list(found)}, config.json makes it {list(expected)}: they do not belong "
             "together, fetch both again"
         )
-    base = model.base_model
-    unread = "pooler." if base is model else ()  # of embeddings
-    missing = sorted(key for key in info["missing_keys"] if not key.startswith(unread))
     if missing:
         raise ModelLoadError(
             f"{folder}: {len(missing)} tensors that {name} needs are in none of its safetensors files, among them "
             f"{missing[0]}: fetch it again, or correct config.json"
         )
-    parts = {child for child, _ in base.named_children()} - {"pooler"}
-    unknown = sorted(key for key in info["unexpected_keys"] if _belongs_to(key, base.base_model_prefix, parts))
     if unknown:
         raise ModelLoadError(
             f"{folder} holds {unknown[0]}, which {name} with this config.json has no place for: correct config.json"
