@@ -222,13 +222,18 @@ def _by_name(pattern: dict[str, _Value] | None, module: str) -> _Value | None:
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """The ids that end an answer: generation_config.json's, else config.json's. Raises `ModelLoadError`.
+    """The ids that end an answer: generation_config.json's, else config.json's, else those of its text_config.
+
+    Raises `ModelLoadError`.
 
     Chat models end their turns with more than one token, and name them all in generation_config.json only.
     """
     ids, config = GenerationConfig.of(folder).eos_token_id, folder / "config.json"
     if ids is None and config.exists():
-        ids = _EndTokens.parse(read_json_object(config), config.name).eos_token_id
+        raw = read_json_object(config)
+        ids = _EndTokens.parse(raw, config.name).eos_token_id
+        if ids is None and isinstance(text := raw.get("text_config"), dict):
+            ids = _EndTokens.parse(text, f"{config.name}: text_config").eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 

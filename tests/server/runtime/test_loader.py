@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from llmservice_planner.shape import ModelShape
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from llmservice_server.types.checkpoint_config import eos_token_ids
 from llmservice_server.types.errors import ModelLoadError
 
 CPU = torch.device("cpu")
@@ -222,3 +223,9 @@ def test_end_of_sequence_tokens_come_from_the_generation_config_first(
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     assert Checkpoint.open(folder).eos_token_ids == expected
+
+
+def test_end_of_sequence_tokens_may_be_those_of_the_language_model(folder: Path) -> None:
+    set_config(eos_token_id=None, text_config={"eos_token_id": [1, 106]})(folder)
+    (folder / "generation_config.json").unlink()
+    assert eos_token_ids(folder) == {1, 106}
