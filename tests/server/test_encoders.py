@@ -167,10 +167,11 @@ def test_pooling_and_normalization_are_those_of_the_checkpoint(
 ) -> None:
     folder = write_checkpoint(tmp_path, "bert")
     if modules is not None:
-        entries = [{"type": f"{_TYPES}.{name}"} for name in modules]
+        path = f"{len(modules) - 1}_Pooling"
+        entries = [{"type": f"{_TYPES}.{name}", "path": path if name == "Pooling" else ""} for name in modules]
         (folder / "modules.json").write_text(json.dumps(entries))
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 48, **(settings or {})}))
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **(settings or {})}))
     given = _vectors(_load(folder), _inputs(3))
     chosen = _vectors(_load(folder, pooling=pooling), _inputs(3))
     assert np.array_equal(given, chosen)

@@ -16,7 +16,7 @@ from llmservice_server.fetch.source import FetchError, RetryableError, Source, r
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")  # weights, configurations and tokenizer, chat template
 _IN_FOLDERS = re.compile(
-    r"1_Pooling/config\.json|\d_Dense/(config\.json|model\.safetensors)|additional_chat_templates/tool_use\.jinja"
+    r"\d+_Pooling/config\.json|\d+_Dense/(config\.json|model\.safetensors)|additional_chat_templates/tool_use\.jinja"
 )
 """How sentence-transformers makes an embedding; the chat template of requests with tools."""
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")

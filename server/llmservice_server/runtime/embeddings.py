@@ -152,9 +152,16 @@ def pool(states: torch.Tensor, lengths: Sequence[int], pooling: Pooling) -> torc
     return torch.where(real[..., None], states.float(), 0.0).sum(dim=1) / counts[:, None]
 
 
+POOLING_FOLDER = "1_Pooling"
+"""Of sentence-transformers, unless modules.json names another."""
+
+
 def checkpoint_pooling(folder: Path, is_required: bool = False) -> Pooling | None:
-    """That of sentence-transformers' files, where the checkpoint has them. Raises `ModelLoadError`."""
-    path = folder / "1_Pooling" / "config.json"
+    """That of sentence-transformers' files in the pooling's folder, which not every checkpoint has.
+
+    Raises `ModelLoadError`.
+    """
+    path = folder / "config.json"
     if not path.exists():
         if is_required:
             raise ModelLoadError(

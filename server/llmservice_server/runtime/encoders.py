@@ -25,7 +25,7 @@ from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.config import EngineConfig, Pooling
 from llmservice_server.engine.interfaces import Embedder
-from llmservice_server.runtime.embeddings import BatchEmbedder, checkpoint_pooling, pool
+from llmservice_server.runtime.embeddings import POOLING_FOLDER, BatchEmbedder, checkpoint_pooling, pool
 from llmservice_server.runtime.loader import weight_files
 from llmservice_server.runtime.startup import choose_device
 from llmservice_server.types.checkpoint_config import read_json_object
@@ -100,7 +100,8 @@ class VectorFormat:
                 "modules.json names no Pooling, as where a model has a vector for each token, which is not served: "
                 "choose one vector of a text with --pooling, or another checkpoint"
             )
-        pooling = checkpoint_pooling(folder, "Pooling" in modules) if wanted == "auto" else wanted
+        pooling_folder = folder / (dict(entries).get("Pooling") or POOLING_FOLDER)
+        pooling = checkpoint_pooling(pooling_folder, "Pooling" in modules) if wanted == "auto" else wanted
         dense = torch.nn.Sequential()
         for path in [path for kind, path in entries if kind == "Dense"]:
             layer, activation = _dense(folder / path, size)

@@ -25,7 +25,7 @@ from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
 from llmservice_server.models.lora import Adaptables, AdapterSlots, can_apply_by_row
 from llmservice_server.runtime.adapters import SlotStore
-from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel, checkpoint_pooling
+from llmservice_server.runtime.embeddings import POOLING_FOLDER, BatchEmbedder, EmbeddingModel, checkpoint_pooling
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import GIB, Memory, measure_activations, most_sequences, plan_kv_cache, seconds
 from llmservice_server.runtime.runner import ModelRunner, SwappedBlocks
@@ -298,7 +298,7 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -
 def _embedder(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -> BatchEmbedder:
     pooling = config.pooling
     if pooling == "auto":
-        pooling = checkpoint_pooling(config.model) or "last"
+        pooling = checkpoint_pooling(config.model / POOLING_FOLDER) or "last"
     return BatchEmbedder(
         EmbeddingModel(runner.model, pooling),
         runner.recover,

@@ -183,6 +183,7 @@ def test_a_target_that_cannot_be_written_is_reported(folder: Path, tmp_path: Pat
         (["original/model.safetensors", "../up.json", "..\\up.json", ".hidden.json", "a\n.json", ""], []),
         (["tokenizer.json", "chat_template.jinja"], ["chat_template.jinja", "tokenizer.json"]),
         (["additional_chat_templates/tool_use.jinja", "b/rag.jinja"], ["additional_chat_templates/tool_use.jinja"]),
+        (["2_Pooling/config.json", "10_Dense/config.json"], ["10_Dense/config.json", "2_Pooling/config.json"]),
         (["modules.json", "3_Other/config.json", "1_Pooling/config.json"], ["1_Pooling/config.json", "modules.json"]),
         (["2_Dense/config.json", "2_Dense/model.safetensors"], ["2_Dense/config.json", "2_Dense/model.safetensors"]),
     ],
