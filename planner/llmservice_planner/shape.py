@@ -168,7 +168,7 @@ class ModelShape:
             return self
         tied = self.tie_word_embeddings or not has_head(tensors)
         counts = WeightCounts.of(
-            tensors,
+            {name: tensor for name, tensor in tensors.items() if not self._lacks(name)},
             QuantizationConfig.of(config),
             layers=self.layers,
             hidden_size=self.hidden_size,
@@ -178,6 +178,14 @@ class ModelShape:
         head = (self.hidden_size + self.vocab_size) * tied
         counts = replace(counts, adapted_features=counts.adapted_features + head)
         return replace(self, tie_word_embeddings=tied, **asdict(counts))
+
+    def _lacks(self, tensor: str) -> bool:
+        """Whether it is a bias that a known layout has no place for: AutoGPTQ writes zeros for every matrix."""
+        module, _, suffix = tensor.rpartition(".")
+        part = module.rpartition(".")[2]
+        of_attention = dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.qkv_bias) | {"o_proj": self.o_bias}
+        is_bias = suffix == "bias" and part.endswith("_proj")
+        return self._is_own and is_bias and not of_attention.get(part, self.mlp_bias)
 
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> ModelShape:

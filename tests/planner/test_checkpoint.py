@@ -236,3 +236,24 @@ def test_counts_are_kept_with_a_shape() -> None:
     assert held["dense"] == 2 * 384 * 256 + rest
     assert held["stored"] == counted.stored_bytes + rest
     assert held["int8"] == 384 * (256 + 4) + 320 * (256 + 4) + 2 * (EMBEDDINGS + 256)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "counted"),
+    [("llama", 0), ("qwen2", 3 * 256), ("olmo2", 7 * 256)],  # of the last, only its code knows which it has
+)
+def test_biases_that_a_known_layout_has_not_are_not_counted(model_type: str, counted: int) -> None:
+    config = {**dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1), "model_type": model_type}
+    config |= {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_key_value_heads": 1,
+        "vocab_size": 320,
+        "max_position_embeddings": 64,
+    }
+    config |= {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    names = [f"self_attn.{each}_proj" for each in "qkvo"] + [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
+    biases = {f"model.layers.0.{name}.bias": StoredTensor("F16", (256,), 512) for name in names}
+    embedding = {"model.embed_tokens.weight": StoredTensor("F16", (320, 256), 2 * 320 * 256)}
+    shape = ModelShape.from_config(config).counted(config, embedding | biases)
+    assert shape.num_parameters == 320 * 256 + counted
