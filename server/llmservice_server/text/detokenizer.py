@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,14 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's spelling of a 
 _SPACE = "\u2581"  # SentencePiece's spelling of a space
 _REPLACEMENT = "\ufffd"
 _PROMPT_CONTEXT = 5  # prompt tokens decoded along: a character may begin there, and some decoders drop a first space
+_SENTENCE_PIECE = [
+    {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+"""The decoder of Llama 2, Mistral and Gemma. Of successive bytes of which the last are no whole character, the library
+makes U+FFFD of all."""
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _MAX_WINDOW = 64  # more undecodable tokens than this are not a character that is still incomplete
 
 
@@ -28,8 +37,13 @@ class TokenBytes(dict[int, bytes]):
         super().__init__({token_id: b"" for token_id, token in added.items() if token.special})
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._library = library
-        self._byte_level = library.decoder is not None and b"ByteLevel" in library.decoder.__getstate__()
-        self.concatenate = isinstance(library.decoder, tokenizers.decoders.ByteLevel)
+        decoder = {} if library.decoder is None else json.loads(library.decoder.__getstate__())
+        self._byte_level = "ByteLevel" in json.dumps(decoder)
+        *rest, last = decoder.get("decoders", [decoder])
+        self.strips_space = last == _STRIP
+        """Whether a text loses a space at its beginning."""
+        is_sentence_piece = (rest if self.strips_space else [*rest, last]) == _SENTENCE_PIECE
+        self.concatenate = is_sentence_piece or decoder.get("type") == "ByteLevel"
         """Whether the bytes of tokens side by side are those of their text. Other decoders look at the neighbours."""
 
     def __missing__(self, token_id: int) -> bytes:
@@ -76,13 +90,15 @@ class ByteDetokenizer:
         if kept:
             self._bytes_of = ChainMap({i: text.encode() for i, text in kept.items()}, token_bytes).__getitem__
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.append(prompt_token_ids[-_PROMPT_CONTEXT:])
+        self._strips_space = False
+        self._strips_space = not self.append(prompt_token_ids[-_PROMPT_CONTEXT:]) and token_bytes.strips_space
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete; empty while a character is incomplete."""
-        if len(token_ids) == 1:
-            return self._decoder.decode(self._bytes_of(token_ids[0]))
-        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+        text = self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+        if self._strips_space and text:
+            text, self._strips_space = text.removeprefix(" "), False
+        return text
 
     def flush(self) -> str:
         """The text held back, at the end of the answer: its last character remains incomplete."""
@@ -92,8 +108,8 @@ class ByteDetokenizer:
 class Detokenizer:
     """Decodes a window of the last ids, for decoders whose output depends on neighbouring tokens.
 
-    A token may hold part of a character, so text that ends in U+FFFD is held back: a UTF-8 character lacks at most
-    three bytes, hence at most three U+FFFD at the end can still become a character.
+    A token may hold part of a character, so U+FFFD at the end of the text is held back. A window begins with a whole
+    character: of successive bytes that begin or end within one, some decoders make U+FFFD of all.
 
     ```
     window:   |--- context, already sent ---|--- new ids ---|
@@ -103,7 +119,7 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int]) -> None:
         self._decode = decode
-        self._window = list(prompt_token_ids[-_PROMPT_CONTEXT:])
+        self._window = self._last(prompt_token_ids, _PROMPT_CONTEXT)
         self._sent = len(decode(self._window).rstrip(_REPLACEMENT))
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -113,7 +129,7 @@ class Detokenizer:
         self._window.extend(token_ids)
         text = self._decode(self._window)
         new = text[self._sent :]
-        held = min(3, len(new) - len(new.rstrip(_REPLACEMENT)))
+        held = len(new) - len(new.rstrip(_REPLACEMENT))
         if held and len(self._window) < _MAX_WINDOW:
             self._sent = max(self._sent, len(text) - held)
             return new[: len(new) - held]
@@ -130,8 +146,15 @@ class Detokenizer:
     def _shorten_window(self, keep: int) -> None:
         """Drop all but the last ids, so that a step costs the same at the end of a long text as at its start."""
         if len(self._window) > 2 * keep:
-            del self._window[:-keep]
+            self._window = self._last(self._window, keep)
             self._sent = len(self._decode(self._window))
+
+    def _last(self, ids: Sequence[int], keep: int) -> list[int]:
+        """The last ids, some more where the first character would not be whole."""
+        most = min(len(ids), keep + _MAX_WINDOW)
+        while keep < most and self._decode(list(ids[-keep:])).startswith(_REPLACEMENT):
+            keep += 1
+        return list(ids[-keep:])
 
 
 class StopStrings:

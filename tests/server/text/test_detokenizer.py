@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -41,6 +43,27 @@ def test_both_detokenizers_return_each_piece_at_the_same_token(text: str, prompt
     assert _pieces(ByteDetokenizer(BYTES, before), ids) == _pieces(Detokenizer(TOKENIZER.decode, before), ids)
 
 
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("strips", [True, False])
+@given(
+    pieces=st.lists(st.sampled_from([*"a你😀é", " the"]), max_size=12),
+    num_prompt=st.integers(0, 6),
+    step=st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_successive_characters_of_bytes_are_those_of_the_library(
+    strips: bool, skip_special_tokens: bool, pieces: list[str], num_prompt: int, step: int
+) -> None:
+    """As in Llama 2, Mistral and Gemma, whose vocabularies lack most characters."""
+    library = _bytes_and_pieces(strips=strips)
+    spelled = [_spelled(library, piece) for piece in pieces]
+    prompt, ids = (list(chain(*part)) for part in (spelled[:num_prompt], spelled[num_prompt:]))
+    tokenizer = Tokenizer(library)
+    detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+    before = tokenizer.decode(prompt)
+    assert before + "".join(_pieces(detokenizer, ids, step)) == tokenizer.decode(prompt + ids)
+
+
 def test_a_character_that_begins_in_the_prompt_is_returned_whole() -> None:
     ids = _ids_of("🎉")
     assert len(ids) > 1
@@ -53,6 +76,19 @@ def test_a_decoder_that_looks_at_neighbours_needs_the_library(decoder: decoders.
     if decoder is not None:
         library.decoder = decoder
     assert isinstance(Tokenizer(library).detokenizer([]), Detokenizer)
+
+
+def _bytes_and_pieces(*, strips: bool) -> tokenizers.Tokenizer:
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581the": 256, "a": 257}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    library.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strips else parts)
+    return library
+
+
+def _spelled(library: tokenizers.Tokenizer, piece: str) -> list[int]:
+    token_id = library.token_to_id(piece.replace(" ", "\u2581"))
+    return [*piece.encode()] if token_id is None else [token_id]
 
 
 def _run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
