@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-_PROMPT_FIELDS = ("messages", "tools", "prompt", "input", "query", "documents", "text_1", "text_2")
+_PROMPT_FIELDS = ("messages", "tools", "prompt", "input", "query", "queries", "documents", "texts", "text_1", "text_2")
 _NO_TEXT = frozenset({"image_url", "input_audio", "file"})
 """Parts of messages whose strings are data."""
 AFFINITY_CHARS = 1024

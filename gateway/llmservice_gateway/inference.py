@@ -30,7 +30,7 @@ from llmservice_gateway.routing import Routing
 logger = logging.getLogger(__name__)
 
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions")
-INFERENCE_PATHS = (*GENERATING_PATHS, "/v1/embeddings", "/v1/rerank", "/v1/score")
+INFERENCE_PATHS = (*GENERATING_PATHS, "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score")
 SESSION_HEADER = "x-session-id"
 LONGEST_REQUEST_ID = 128
 CLIENT_LEFT = "499"

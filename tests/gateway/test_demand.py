@@ -81,6 +81,14 @@ def test_estimates_follow_what_pods_report() -> None:
     assert estimator.demand({"input": "x" * 400}, generates=False, affinity=None) == Demand(200, 0, 0)
 
 
+@pytest.mark.parametrize(
+    "names", [("text_1", "text_2"), ("queries", "documents"), ("query", "documents"), ("query", "texts")]
+)
+def test_pairs_count_with_both_sides(names: tuple[str, str]) -> None:
+    payload = {names[0]: "x" * 40, names[1]: ["x" * 180, "x" * 180]}
+    assert Estimator().demand(payload, generates=False, affinity=None) == Demand(100, 0, 0)
+
+
 def test_images_are_no_text() -> None:
     parts = [{"type": "text", "text": "x" * 400}, {"type": "image_url", "image_url": {"url": "x" * 100_000}}]
     demand = Estimator().demand({"messages": [{"role": "user", "content": parts}]}, generates=True, affinity=None)

@@ -467,7 +467,7 @@ def test_rerank_in_jinas_format(reranker: Any) -> None:
     logits = _expected_logits(folder, "a1 b2", DOCUMENTS)
     best = sorted(range(3), key=lambda index: -logits[index])
     documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
-    for path in ("/v1/rerank", "/rerank"):
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         status, answer = server.post(path, {"model": "tiny", "query": "a1 b2", "documents": documents})
         assert status == 200, answer
         assert [each["index"] for each in answer["results"]] == best

@@ -201,7 +201,8 @@ def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-body-size",
         type=_memory,
         metavar="BYTES",
-        help="larger requests get 413 (default: 1 MiB and 64 bytes for each token of --max-model-len)",
+        help="larger requests get 413 (default: 1 MiB and 64 bytes for each token of --max-model-len; for embeddings "
+        "and scores at least 16 MiB)",
     )
 
 

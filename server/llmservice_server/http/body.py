@@ -51,6 +51,9 @@ class BodyRoute(APIRoute):
     FastAPI reads a body without a bound, accepts duplicate keys, and validates on the event loop.
     """
 
+    many_texts = False
+    """Whether a body holds more than one prompt may have."""
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         assert self.body_field is not None  # noqa: S101  # every such route has one
@@ -60,7 +63,7 @@ class BodyRoute(APIRoute):
             request.scope["arrival_s"] = time.monotonic()
             state, needed = server_state(request), serving(request)
             self.admit(request, state, needed)
-            body = await read_body(request, state, state.max_body_bytes(needed))
+            body = await read_body(request, state, state.max_body_bytes(needed, many_texts=self.many_texts))
             request.scope["num_body_bytes"] = len(body)
             parsed = await run(len(body), parse, body, kind)
             unknown = list(dict.fromkeys(unknown_fields(parsed)))

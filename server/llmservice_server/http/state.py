@@ -46,7 +46,7 @@ class Activity:
 _RETRY_LOADING_S = 5
 _RETRY_QUEUE_S = 1
 _BODY_BYTES = 2**20
-_ENCODER_BODY_BYTES = 16 * 2**20  # many short texts
+_TEXTS_BODY_BYTES = 16 * 2**20  # many short ones
 _BODY_BYTES_PER_TOKEN = 64  # several times what text, ids or escaped JSON take
 
 
@@ -178,13 +178,12 @@ class ServerState:
         assert self.tokenizer is not None  # noqa: S101
         return Serving(self.engine.ready, self.tokenizer)
 
-    def max_body_bytes(self, serving: Serving) -> int:
+    def max_body_bytes(self, serving: Serving, *, many_texts: bool) -> int:
         """By default room for a prompt that fills the context, however it is written, and for the other fields."""
         if self.config.max_body_bytes is not None:
             return self.config.max_body_bytes
-        if serving.ready.task != "generate":
-            return _ENCODER_BODY_BYTES
-        return _BODY_BYTES + _BODY_BYTES_PER_TOKEN * serving.ready.max_model_len
+        of_prompt = _BODY_BYTES + _BODY_BYTES_PER_TOKEN * serving.ready.max_model_len
+        return max(of_prompt, _TEXTS_BODY_BYTES) if many_texts else of_prompt
 
     def not_ready(self, reason: str, *, closes: bool = False) -> ApiError:
         message = f"{reason}: try again"

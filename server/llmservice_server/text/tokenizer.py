@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -104,7 +103,6 @@ class Tokenizer:
         added = {token.content: token_id for token_id, token in library.get_added_tokens_decoder().items()}
         self.formats = ChatFormats(formats, "" if chat is None else chat.source, added)
         self.eos_token_ids = eos_token_ids | self.formats.end_token_ids
-        self._truncating_to: tuple[int, tokenizers.Tokenizer] | None = None
         self._most_bytes_per_token = most_bytes_per_token(library)
         self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
 
@@ -167,21 +165,25 @@ class Tokenizer:
 
     def encode_truncated(self, texts: Sequence[str], num_tokens: int) -> list[list[int]]:
         """`encode` for several texts, each cut at its end to `num_tokens`, the special tokens included."""
-        return [each.ids for each in self._truncating(num_tokens).encode_batch_fast(texts)]
+        room = max(0, num_tokens - self._library.num_special_tokens_to_add(False))  # no pair
+        encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        for each in encodings:
+            each.truncate(room)
+        return [self._library.post_process(each).ids for each in encodings]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, num_tokens: int | None = None) -> list[EncodedPair]:
         """As the tokenizer's own post-processor joins them. `num_tokens`: the longer text of a pair is cut to fit."""
-        library = self._library if num_tokens is None else self._truncating(num_tokens)
-        return [EncodedPair(each.ids, each.type_ids) for each in library.encode_batch_fast(pairs)]
-
-    def _truncating(self, num_tokens: int) -> tokenizers.Tokenizer:
-        """The library with truncation, which is a setting of the whole object; the last one made is kept."""
-        made = self._truncating_to
-        if made is None or made[0] != num_tokens:
-            made = num_tokens, copy.deepcopy(self._library)
-            made[1].enable_truncation(num_tokens)
-            self._truncating_to = made
-        return made[1]
+        if num_tokens is None:
+            return [EncodedPair(each.ids, each.type_ids) for each in self._library.encode_batch_fast(pairs)]
+        room = max(0, num_tokens - self._library.num_special_tokens_to_add(True))  # a pair
+        sides = (self._library.encode_batch_fast(texts, add_special_tokens=False) for texts in zip(*pairs, strict=True))
+        joined = []
+        for pair in zip(*sides, strict=True):
+            shorter, longer = sorted(pair, key=len)
+            shorter.truncate(max(room // 2, room - len(longer)))
+            longer.truncate(room - len(shorter))
+            joined.append(self._library.post_process(*pair))
+        return [EncodedPair(each.ids, each.type_ids) for each in joined]
 
     def _refuse_longer(self, texts: Sequence[str], max_tokens: int) -> None:
         num_bytes = max((len(text.encode()) for text in texts), default=0)

@@ -80,6 +80,8 @@ def _error(answer: Any) -> dict[str, Any]:
         ),
         ("embeddings", {"model": "tiny", "input": ["a", "x" * 900_000]}, 400, "input", "context_length_exceeded"),
         ("chat/completions", b"x" * (2 * 2**20), 413, None, "request_too_large"),
+        ("embeddings", {"model": "tiny", "input": ["a" + " " * 2**20] * 3}, 400, "input", "context_length_exceeded"),
+        ("embeddings", b"x" * (17 * 2**20), 413, None, "request_too_large"),
         ("images/generations", {"model": "tiny", "prompt": "a"}, 404, None, None),
     ],
 )

@@ -221,6 +221,23 @@ def test_flags_of_llamas_tokenizers_add_tokens_that_the_post_processor_lacks(
         assert tokenizer.encode_chat(MESSAGES) == prompt
 
 
+@given(sizes=st.tuples(st.integers(0, 9), st.integers(0, 9)), num_tokens=st.integers(4, 14))
+def test_texts_and_pairs_are_cut_as_the_library_cuts_them(sizes: tuple[int, int], num_tokens: int) -> None:
+    library = tokenizers.Tokenizer(models.WordLevel({"[CLS]": 0, "[SEP]": 1, "a": 2, "b": 3}, unk_token="a"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [("[CLS]", 0), ("[SEP]", 1)]
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special
+    )
+    tokenizer, (first, second) = Tokenizer(library), ("a " * sizes[0], "b " * sizes[1])
+    ids = tokenizer.encode_truncated([first, second], num_tokens)
+    [pair] = tokenizer.encode_pairs([(first, second)], num_tokens=num_tokens)
+    library.enable_truncation(num_tokens)
+    assert ids == [library.encode(text).ids for text in (first, second)]
+    expected = library.encode(first, second)
+    assert (pair.token_ids, pair.type_ids) == (expected.ids, expected.type_ids)
+
+
 def test_truncation_and_padding_that_were_saved_with_the_tokenizer_are_off(model: Path) -> None:
     library = Tokenizer.load(model)._library
     library.enable_truncation(4)

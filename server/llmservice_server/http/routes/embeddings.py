@@ -29,6 +29,8 @@ CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
 
 
 class EmbeddingRoute(BodyRoute):
+    many_texts = True
+
     def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         state.require_task(serving, "embed")
         state.require_embedding_room(1, client_name(request))

@@ -1,4 +1,4 @@
-"""POST /v1/rerank, /rerank and /v1/score: a cross-encoder's scores of pairs of texts."""
+"""POST /v1/rerank, /v2/rerank, /rerank and /v1/score: a cross-encoder's scores of pairs of texts."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ _RESPONSES = error_responses(*REFUSALS, 500, 504)
 
 
 class PairsRoute(BodyRoute):
+    many_texts = True
+
     def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         state.require_task(serving, "score")
         state.require_embedding_room(1, client_name(request))
@@ -43,6 +45,7 @@ router = APIRouter(route_class=PairsRoute)
 
 
 @router.post("/v1/rerank", response_model=RerankAnswer | list[RankedText], responses=_RESPONSES, summary="Rank texts")
+@router.post("/v2/rerank", response_model=RerankAnswer | list[RankedText], responses=_RESPONSES, summary="Rank texts")
 @router.post("/rerank", response_model=RerankAnswer | list[RankedText], responses=_RESPONSES, summary="Rank texts")
 async def rerank(body: RerankRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
     """With `documents` in Jina's format, with `texts` in TEI's."""
