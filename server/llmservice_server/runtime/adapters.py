@@ -108,6 +108,11 @@ def _check_config(config: AdapterConfig, max_rank: int) -> None:
         raise AdapterError(f"the adapter's rank is {rank}, expected at most --max-lora-rank {max_rank}: raise it")
     if config.bias != "none" or config.lora_bias:
         raise AdapterError(f"{_CONFIG}: the adapter changes biases, expected bias: none")
+    if config.changes_base:
+        raise AdapterError(
+            f"{_CONFIG}: init_lora_weights is {config.init_lora_weights}: such an adapter changes the base's weights "
+            "too: save it with path_initial_model_for_weight_conversion"
+        )
     for name in config.changes_more:
         raise AdapterError(f"{_CONFIG}: {name} is set, which is not supported: train the adapter without it")
 

@@ -168,6 +168,9 @@ def _names(pattern: dict[str, Any] | None) -> dict[str, Any] | None:
     return pattern
 
 
+_INITS_OF_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
+
 class AdapterConfig(_File):
     """adapter_config.json of PEFT, as far as it decides what a LoRA adapter computes."""
 
@@ -189,6 +192,7 @@ class AdapterConfig(_File):
     target_parameters: list[str] | None = None
     alora_invocation_tokens: list[int] | None = None
     arrow_config: Any = None
+    init_lora_weights: Any = True
 
     def rank(self, module: str) -> int:
         return _by_name(self.rank_pattern, module) or self.r
@@ -201,6 +205,11 @@ class AdapterConfig(_File):
     @property
     def largest_rank(self) -> int:
         return max([self.r, *(self.rank_pattern or {}).values()])
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether training began by subtracting the factors from the base's weights, or by rounding these."""
+        return str(self.init_lora_weights).lower().startswith(_INITS_OF_BASE)
 
     @property
     def changes_more(self) -> list[str]:

@@ -289,6 +289,9 @@ def test_a_copy_of_the_base_s_head_is_left_out(folder: Path, tmp_path: Path) -> 
         ("names the target head, of which adapter_model.safetensors holds nothing", {"target_modules": ["head"]}, None),
         ("use_dora is set, which is not supported", {"use_dora": True}, None),
         ("alora_invocation_tokens is set, which is not supported", {"alora_invocation_tokens": [1]}, None),
+        ("pissa_niter_4: such an adapter changes the base's", {"init_lora_weights": "pissa_niter_4"}, None),
+        ("olora: such an adapter changes the base's", {"init_lora_weights": "olora"}, None),
+        ("loftq: such an adapter changes the base's", {"init_lora_weights": "loftq"}, None),
         ("rank is 64, expected at most --max-lora-rank 8", {"rank_pattern": {"q_proj": 64}}, None),
         ("rank_pattern is {'.*q': 4}, expected names of modules", {"rank_pattern": {".*q": 4}}, None),
         ("the adapter changes biases, expected bias: none", {"bias": "all"}, None),
@@ -334,6 +337,14 @@ def test_bad_adapters_are_refused(
         change_tensors(tensors)
         save_file(tensors, tmp_path / "adapter_model.safetensors")
     assert message in refusal(folder, tmp_path)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva"])
+def test_initial_factors_that_leave_the_base_as_it_is_are_accepted(folder: Path, tmp_path: Path, init: Any) -> None:
+    write_tiny_adapter(tmp_path, folder / "base")
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": init}))
+    assert refusal(folder, tmp_path) == "None"
 
 
 def refusal(folder: Path, adapter: Path) -> str:
