@@ -131,7 +131,6 @@ class _Reader:
     def read(self) -> dict[str, LowRank]:
         stored = [*self._tensors.keys()]
         factors = [_factor(name) for name in stored if not self._is_of_base(name)]
-        _check_targets(self._config, [each.module for each in factors])
         sides: dict[str, dict[str, str]] = defaultdict(dict)
         for each in _of_text(factors):
             sides[each.module][each.side] = each.tensor
@@ -268,18 +267,6 @@ def _of_text(factors: Sequence[_Factor]) -> Iterator[_Factor]:
         is_text = not is_part or LANGUAGE_MODEL.match(each.module) or is_head(each.module)
         if is_text and not NOT_LOADED.match(each.module):
             yield each
-
-
-def _check_targets(config: AdapterConfig, modules: Sequence[str]) -> None:
-    """A name of a target that has no tensors shows that the file is not whole."""
-    targets = config.target_modules if isinstance(config.target_modules, list) else []
-    of_parameters = [name.rpartition(".")[0] for name in config.target_parameters or ()]
-    found = {module.removesuffix(".base_layer") for module in modules}
-    for target in (*targets, *of_parameters):
-        if not any(module == target or module.endswith(f".{target}") for module in found):
-            raise AdapterError(
-                f"{_CONFIG} names the target {target}, of which {_WEIGHTS} holds nothing: fetch the adapter again"
-            )
 
 
 def _made_for(config: AdapterConfig) -> str:

@@ -180,7 +180,6 @@ class AdapterConfig(_File):
     use_rslora: bool = False
     bias: str = "none"
     lora_bias: bool = False
-    target_modules: list[str] | str | None = None
     base_model_name_or_path: str | None = None
     use_dora: bool = False
     use_qalora: bool = False
@@ -189,7 +188,6 @@ class AdapterConfig(_File):
     alpha_pattern: Annotated[dict[str, Number] | None, AfterValidator(_names)] = None
     layer_replication: list[Any] | None = None
     trainable_token_indices: Any = None
-    target_parameters: list[str] | None = None
     alora_invocation_tokens: list[int] | None = None
     arrow_config: Any = None
     init_lora_weights: Any = True
