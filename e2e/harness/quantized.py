@@ -440,12 +440,13 @@ def merged(base: Path, adapter: Path | None) -> PreTrainedModel:
 def write_expert_adapter(folder: Path, base: PreTrainedModel, *, stacked: bool, rank: int) -> PreTrainedModel:
     """A random adapter of all experts and of attention, and the model with it merged.
 
-    stacked: as PEFT stores `target_parameters`, whose formula this is; else with the names of each expert's modules.
+    stacked: as PEFT stores the `target_modules` of a mixture, gate and up with twice the rank, and `target_parameters`,
+    whose formula this is; else with the names of each expert's modules.
     """
     torch.manual_seed(rank)
     model, factors = deepcopy(base), {}
 
-    def change(name: str, outputs: int, inputs: int, count: int = 1) -> torch.Tensor:
+    def change(name: str, outputs: int, inputs: int, count: int = 1, rank: int = rank) -> torch.Tensor:
         down, up = torch.randn(count * rank, inputs) / 4, torch.randn(outputs, count * rank) / 4
         factors[f"base_model.model.{name}.lora_A.weight"], factors[f"base_model.model.{name}.lora_B.weight"] = down, up
         return 2 * torch.einsum("ore,eri->eoi", up.view(outputs, rank, count), down.view(count, rank, inputs))
@@ -459,7 +460,10 @@ def write_expert_adapter(folder: Path, base: PreTrainedModel, *, stacked: bool, 
                 weight = weight.transpose(1, 2) if module.is_transposed else weight
                 count, outputs, inputs = weight.shape
                 if stacked:
-                    weight += change(f"{name}.base_layer" if part == "down_proj" else name, outputs, inputs, count)
+                    if part == "down_proj":
+                        weight += change(f"{name}.base_layer", outputs, inputs, count)
+                    else:
+                        weight += change(name, outputs, inputs, count, 2 * rank)
                     continue
                 for expert, rows in enumerate(weight):
                     halves = [rows]
@@ -468,8 +472,10 @@ def write_expert_adapter(folder: Path, base: PreTrainedModel, *, stacked: bool, 
                     for half, of in zip(halves, ("gate_proj", "up_proj") if len(halves) > 1 else (part,), strict=True):
                         half.add_(change(f"{name}.{expert}.{of}", *half.shape)[0])
     folder.mkdir()
-    parameters = ["experts.gate_up_proj", "experts.down_proj"] if stacked else None
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_parameters": parameters}
+    config: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    if stacked:
+        config["target_parameters"] = ["gate_up_proj", "down_proj"]
+        config |= {f"{key}_pattern": {r".*\.gate_up_proj": of * rank} for key, of in (("rank", 2), ("alpha", 4))}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(factors, folder / "adapter_model.safetensors")
     return model

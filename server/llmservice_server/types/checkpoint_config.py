@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -159,15 +160,36 @@ class GenerationConfig(_EndTokens):
         return self.model_dump(include=_SAMPLING_DEFAULTS, exclude_none=True)
 
 
-_MODULE_NAME = re.compile(r"\^?\w[\w.]*")
+_EXPRESSION = re.compile(r"\^?(?:\w|-|\.[*+]?|\\\.|\\d\+?|\[[\w-]+\]\+?|\((?:\?:)?[\w.]+(?:\|[\w.]+)*\))+\$?")
+_LONGEST_EXPRESSION = 256
+_MOST_CHOICES = 4  # matching takes up to the length of a name to the power of their number
+_MOST_KEYS = 4096
 
 
-def _names(pattern: dict[str, Any] | None) -> dict[str, Any] | None:
-    if not all(map(_MODULE_NAME.fullmatch, pattern or ())):
-        raise ValueError("names of modules or of their ends, and no other expressions")
+def _expressions(pattern: dict[str, Any] | None) -> dict[str, Any] | None:
+    for key in pattern or ():
+        if not _is_quick(key):
+            raise ValueError(
+                rf"names of modules, or expressions of up to {_MOST_CHOICES} times .*, \d+, [0-9]+ or (a|b), not "
+                f"{key[:_SHOWN]}"
+            )
     return pattern
 
 
+def _is_quick(key: str) -> bool:
+    """Whether it is a regular expression that is matched in a short time."""
+    is_short = len(key) <= _LONGEST_EXPRESSION and sum(map(key.count, "*+(")) <= _MOST_CHOICES
+    if not is_short or not _EXPRESSION.fullmatch(key):
+        return False
+    try:
+        re.compile(key)
+    except re.error:  # a range such as [9-0]
+        return False
+    return True
+
+
+_Value = TypeVar("_Value", int, float)
+_ByModule = Annotated[dict[str, _Value], Field(max_length=_MOST_KEYS), AfterValidator(_expressions)]
 _INITS_OF_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
@@ -184,8 +206,8 @@ class AdapterConfig(_File):
     use_dora: bool = False
     use_qalora: bool = False
     modules_to_save: list[str] | None = None
-    rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=4096)]] | None, AfterValidator(_names)] = None
-    alpha_pattern: Annotated[dict[str, Number] | None, AfterValidator(_names)] = None
+    rank_pattern: _ByModule[Annotated[int, Field(ge=1, le=4096)]] | None = None
+    alpha_pattern: _ByModule[Number] | None = None
     layer_replication: list[Any] | None = None
     trainable_token_indices: Any = None
     alora_invocation_tokens: list[int] | None = None
@@ -193,11 +215,11 @@ class AdapterConfig(_File):
     init_lora_weights: Any = True
 
     def rank(self, module: str) -> int:
-        return _by_name(self.rank_pattern, module) or self.r
+        return _by_module(self.rank_pattern, module) or self.r
 
     def scale(self, module: str) -> float:
         """rsLoRA's (Kalajdzievski, 2023) is by the root of the rank."""
-        rank, alpha = self.rank(module), _by_name(self.alpha_pattern, module)
+        rank, alpha = self.rank(module), _by_module(self.alpha_pattern, module)
         return (self.lora_alpha if alpha is None else alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
@@ -217,15 +239,14 @@ class AdapterConfig(_File):
         return [name for name in names if getattr(self, name)]
 
 
-_Value = TypeVar("_Value", int, float)
+def _by_module(pattern: dict[str, _Value] | None, module: str) -> _Value | None:
+    """Of the first expression that matches the module's name or the end of it, as PEFT's `get_pattern_key`."""
+    return next((value for key, value in (pattern or {}).items() if _compiled(key).match(module)), None)
 
 
-def _by_name(pattern: dict[str, _Value] | None, module: str) -> _Value | None:
-    """Of the first name that is the module's or the end of it; with a circumflex, of the whole name alone."""
-    for name, value in (pattern or {}).items():
-        if module == name.removeprefix("^") or module.endswith(f".{name}"):
-            return value
-    return None
+@lru_cache(_MOST_KEYS)
+def _compiled(key: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

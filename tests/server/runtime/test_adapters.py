@@ -197,17 +197,17 @@ def test_a_pinned_adapter_is_never_evicted(folder: Path) -> None:
 
 
 def test_ranks_and_scales_by_name_are_those_of_peft(folder: Path, tmp_path: Path) -> None:
-    """The first name that is the end of a module's counts; one with a circumflex is a whole name."""
+    """The first expression that is the end of a module's name counts; one with a circumflex is of a whole name."""
     write_tiny_adapter(tmp_path, folder / "base")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    ranks, scales = {"0.self_attn.q_proj": 4, "up_proj": 3}, {"^model.layers.1.mlp.up_proj": 9.0, "^up_proj": 5.0}
+    ranks, scales = {r"[0-9]\..*q_proj": 4, "(down|up)_proj": 3}, {"^model.layers.1.mlp.up_proj": 9.0, "^up_proj": 5.0}
     (tmp_path / "adapter_config.json").write_text(
         json.dumps(config | {"r": 8, "rank_pattern": ranks, "alpha_pattern": scales})
     )
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     expected = {}
     for name in [name for name in tensors if "lora_A" in name]:
-        rank = 4 if "0.self_attn.q_proj" in name else 3 if "up_proj" in name else 8
+        rank = 4 if "q_proj" in name else 3 if "up_proj" in name or "down_proj" in name else 8
         other = name.replace("lora_A", "lora_B")
         tensors[name], tensors[other] = tensors[name][:rank].clone(), tensors[other][:, :rank].clone()
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
@@ -292,7 +292,9 @@ def test_a_copy_of_the_base_s_head_is_left_out(folder: Path, tmp_path: Path) -> 
         ("olora: such an adapter changes the base's", {"init_lora_weights": "olora"}, None),
         ("loftq: such an adapter changes the base's", {"init_lora_weights": "loftq"}, None),
         ("rank is 64, expected at most --max-lora-rank 8", {"rank_pattern": {"q_proj": 64}}, None),
-        ("rank_pattern is {'.*q': 4}, expected names of modules", {"rank_pattern": {".*q": 4}}, None),
+        ("rank_pattern is {'(q+)+': 4}, expected names of modules", {"rank_pattern": {"(q+)+": 4}}, None),
+        ("[0-9]+ or (a|b), not .*.*.*.*.*q", {"alpha_pattern": {5 * ".*" + "q": 4}}, None),
+        ("[0-9]+ or (a|b), not [9-0]", {"alpha_pattern": {"[9-0]": 4}}, None),
         ("the adapter changes biases, expected bias: none", {"bias": "all"}, None),
         ("peft_type is IA3, expected LORA", {"peft_type": "IA3"}, None),
         ("adapter_config.json: r is 'eight', expected a valid integer", {"r": "eight"}, None),
