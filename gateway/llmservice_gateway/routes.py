@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 SERVED_NAME_ANNOTATION = "serving.llmservice.io/served-name"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
@@ -88,6 +89,8 @@ class RouteTable:
     """By served name; the first route of several is the one that the bare name belongs to."""
     namespaces: frozenset[str] = frozenset()
     """Those that have a service."""
+    adapted: tuple[Backend, ...] = ()
+    """The pods of services that list adapters."""
 
     def find(self, model: str) -> Route:
         """The route of `namespace/served-name`, or of the oldest service that claims the bare `served-name`.
@@ -125,8 +128,17 @@ class RouteTable:
             return False
 
 
+class _Lister(NamedTuple):
+    """A service that lists an adapter."""
+
+    since: int
+    served_name: str
+    owner: tuple[str, str]
+    state: Service
+
+
 def build_table(
-    services: Iterable[Manifest], pods: Iterable[Manifest], loaded: Mapping[str, Collection[str]] | None = None
+    services: Iterable[Manifest], pods: Iterable[Manifest], loaded: Mapping[str, Collection[str]] = MappingProxyType({})
 ) -> RouteTable:
     """The table for the cluster as seen now.
 
@@ -134,28 +146,27 @@ def build_table(
     service rolls out, the old name works while there is a pod of that name. Services of one namespace with the same
     served name share its requests.
 
-    A LoRA adapter that a service lists has a route of its own, to those pods that have loaded it (`loaded`: names by
-    the pod's uid). A model's name goes before an adapter's.
+    A LoRA adapter that services list has a route of its own, to those of their pods that have loaded it (`loaded`:
+    names by the pod's uid). A model's name goes before an adapter's.
     """
     created: dict[tuple[str, str], int] = {}
     names: dict[tuple[str, str], str] = {}
-    adapters: dict[tuple[str, str], tuple[int, str]] = {}
     slots: dict[tuple[str, str], int | None] = {}
     states: dict[tuple[str, str], list[Service]] = defaultdict(list)
+    listed: dict[tuple[str, str], list[_Lister]] = defaultdict(list)
     for service in services:
-        namespace, name = _identity(service)
+        namespace, _ = owner = _identity(service)
         served_name = served_name_of(service)
-        names[namespace, name] = served_name
-        slots[namespace, name] = _slots(service)
+        names[owner] = served_name
+        slots[owner] = _slots(service)
         since = _epoch(service["metadata"].get("creationTimestamp"))
         created[namespace, served_name] = min(since, created.get((namespace, served_name), since))
         state = _state(service)
         states[namespace, served_name].append(state)
         for adapter in service.get("spec", {}).get("adapters") or ():
-            key = (namespace, str(adapter["name"]))
-            states[key].append(state)
-            adapters[key] = min((since, served_name), adapters.get(key, (since, served_name)))
+            listed[namespace, str(adapter["name"])].append(_Lister(since, served_name, owner, state))
 
+    by_owner: dict[tuple[str, str], list[Backend]] = defaultdict(list)
     backends: dict[tuple[str, str], list[Backend]] = defaultdict(list)
     for pod in pods:
         metadata = pod["metadata"]
@@ -165,27 +176,31 @@ def build_table(
         served_name = metadata.get("annotations", {}).get(SERVED_NAME_ANNOTATION) or names[owner]
         backend = Backend(metadata["uid"], metadata["name"], _url(pod), slots[owner], "/".join(owner))
         backends[owner[0], served_name].append(backend)
+        by_owner[owner].append(backend)
 
-    adapters = {key: claim for key, claim in adapters.items() if key not in created and key not in backends}
-    for (namespace, name), (since, served_name) in adapters.items():
-        created[namespace, name] = since
-        for backend in tuple(backends.get((namespace, served_name), ())):
-            if name in (loaded or {}).get(backend.uid, ()):
-                backends[namespace, name].append(backend)
+    parents: dict[tuple[str, str], str] = {}
+    for key, listers in listed.items():
+        if key in created or key in backends:  # a model's
+            continue
+        created[key], parents[key] = min((one.since, one.served_name) for one in listers)
+        _, name = key
+        for one in listers:
+            backends[key] += [pod for pod in by_owner[one.owner] if name in loaded.get(pod.uid, ())]
+            states[key].append(one.state)
 
     routes: dict[str, list[Route]] = defaultdict(list)
     claims = {key: (created.get(key, math.inf), key) for key in created.keys() | backends.keys()}
     for key in sorted(claims, key=lambda one: claims[one]):  # names of pods alone come last
         namespace, served_name = key
         ready = tuple(sorted(backends.get(key, ()), key=lambda backend: backend.name))
-        parent = adapters[key][1] if key in adapters else None
         awaited_first = tuple(sorted(states.get(key, ()), key=lambda state: not state.is_awaited))
         by_prefix = all(state.by_prefix for state in awaited_first)
         routes[served_name].append(
-            Route(namespace, served_name, created.get(key, 0), ready, parent, awaited_first, by_prefix)
+            Route(namespace, served_name, created.get(key, 0), ready, parents.get(key), awaited_first, by_prefix)
         )
     namespaces = frozenset(namespace for namespace, _ in names)
-    return RouteTable({name: tuple(found) for name, found in routes.items()}, namespaces)
+    polled = {backend.uid: backend for each in listed.values() for one in each for backend in by_owner[one.owner]}
+    return RouteTable({name: tuple(found) for name, found in routes.items()}, namespaces, tuple(polled.values()))
 
 
 def served_name_of(service: Manifest) -> str:

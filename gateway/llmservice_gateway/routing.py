@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from llmservice_gateway.adapters import AdapterPoll
 from llmservice_gateway.balancer import Balancer
 from llmservice_gateway.reflector import KubernetesAPI, Reflector
-from llmservice_gateway.routes import Backend, RouteTable, build_table
+from llmservice_gateway.routes import RouteTable, build_table
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Routing:
         self.balancer = Balancer()
         self.changed: Callable[[], None] = lambda: None
         """Called after each change of the table."""
-        self._adapters = AdapterPoll(self._with_adapters, self._rebuild)
+        self._adapters = AdapterPoll(lambda: self.table.adapted, self._rebuild)
         self._services = [
             Reflector(api, f"/apis/serving.llmservice.io/v1alpha1{scope}/llmservices", self._rebuild)
             for scope in _scopes(namespaces)
@@ -63,12 +63,6 @@ class Routing:
             self.balancer.rebalance(route.backends, self._clock())
         self.changed()
         logger.debug("routes: %s", {route.served_name: len(route.backends) for route in routes})
-
-    def _with_adapters(self) -> list[Backend]:
-        """The pods of models that have adapters, each once."""
-        models = {(route.namespace, route.parent) for _, route in self.table.models() if route.parent is not None}
-        routes = (route for _, route in self.table.models() if (route.namespace, route.served_name) in models)
-        return [backend for route in routes for backend in route.backends]
 
 
 def _scopes(namespaces: Sequence[str]) -> list[str]:

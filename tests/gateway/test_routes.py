@@ -175,6 +175,32 @@ def test_a_models_name_goes_before_an_adapters() -> None:
         {"uid-a": {"poet"}},
     )
     assert names(table.find("poet")) == ["b"]
+    assert [state.name for state in table.find("poet").services] == ["poet"]
+
+
+def test_pods_of_the_old_name_keep_their_adapters_while_a_rename_rolls_out() -> None:
+    table = build_table(
+        [with_adapters(service("llama", served_name="new"), "poet")],
+        [pod("old-pod", "llama", served_name="old"), pod("new-pod", "llama", served_name="new")],
+        {"uid-old-pod": {"poet"}},
+    )
+    assert names(table.find("poet")) == ["old-pod"]
+    assert table.find("poet").parent == "new"
+    assert [backend.name for backend in table.adapted] == ["old-pod", "new-pod"]
+
+
+def test_services_that_list_the_same_adapter_share_its_traffic() -> None:
+    services = [
+        with_adapters(service(name, created=f"2026-01-0{number}T00:00:00Z"), "poet")
+        for number, name in enumerate("ab", 1)
+    ]
+    table = build_table(
+        [*services, service("c")], [pod(each, each) for each in "abc"], {f"uid-{each}": {"poet"} for each in "abc"}
+    )
+    assert names(table.find("poet")) == ["a", "b"]
+    assert table.find("poet").parent == "a"
+    assert {state.name for state in table.find("poet").services} == {"a", "b"}
+    assert [backend.name for backend in table.adapted] == ["a", "b"]
 
 
 def test_requests_go_by_prefix_unless_the_service_says_otherwise() -> None:
