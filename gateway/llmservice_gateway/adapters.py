@@ -1,4 +1,4 @@
-"""Which LoRA adapters each pod has loaded, as the pods report it: polled, for it changes while they serve."""
+"""Which LoRA adapters each pod has loaded or cannot load, as it reports: polled, for it changes while pods serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
 
-from llmservice_gateway.routes import Backend
+from llmservice_gateway.routes import Adapters, Backend
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ class AdapterPoll:
     def __init__(self, backends: Callable[[], Iterable[Backend]], changed: Callable[[], None]) -> None:
         self._backends = backends
         self._changed = changed
-        self.loaded: Mapping[str, frozenset[str]] = {}
-        """Names of adapters by the pod's uid."""
+        self.reported: Mapping[str, Adapters] = {}
+        """By the pod's uid."""
 
     async def run(self, period_s: float = PERIOD_S) -> None:
         """Poll until cancelled."""
@@ -38,19 +38,20 @@ class AdapterPoll:
         """Ask each pod once, and call `changed` where the answers differ from those before."""
         backends = list(self._backends())
         answers = await asyncio.gather(*(self._ask(session, backend) for backend in backends))
-        loaded = {backend.uid: answer for backend, answer in zip(backends, answers, strict=True) if answer is not None}
-        if loaded != self.loaded:
-            self.loaded = loaded
+        answered = zip(backends, answers, strict=True)
+        reported = {backend.uid: answer for backend, answer in answered if answer is not None}
+        if reported != self.reported:
+            self.reported = reported
             self._changed()
 
-    async def _ask(self, session: aiohttp.ClientSession, backend: Backend) -> frozenset[str] | None:
+    async def _ask(self, session: aiohttp.ClientSession, backend: Backend) -> Adapters | None:
         try:
             async with session.get(f"{backend.url}/sizing") as response:
                 response.raise_for_status()
-                return _names(await _bounded(response))
+                return _adapters(await _bounded(response))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             logger.debug("pod %s: no report of its adapters: %s", backend.name, error)
-            return self.loaded.get(backend.uid)
+            return self.reported.get(backend.uid)
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
@@ -63,9 +64,11 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def _names(text: bytes) -> frozenset[str]:
-    """Of those that requests may name. Raises ValueError for anything but a server's report."""
+def _adapters(text: bytes) -> Adapters:
+    """An adapter whose new version cannot be loaded keeps the old one. Raises ValueError for no report of a server."""
     try:
-        return frozenset(str(one["name"]) for one in json.loads(text)["adapters"] if one["state"] != "failed")
+        listed = json.loads(text)["adapters"]
+        failed = {str(one["name"]): str(one["error"]) for one in listed if one["state"] == "failed"}
+        return {**failed, **{str(one["name"]): None for one in listed if one["state"] != "failed"}}
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"no report of llmservice serve: {type(error).__name__} {error}") from error

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ LEAST_LOAD = "leastLoad"
 DEFAULT_PORT = 8000
 
 Manifest = Mapping[str, Any]
+Adapters = Mapping[str, str | None]
+"""What a pod reports of its LoRA adapters: by name, None where requests may name it, else why it cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class _Lister(NamedTuple):
 
 
 def build_table(
-    services: Iterable[Manifest], pods: Iterable[Manifest], loaded: Mapping[str, Collection[str]] = MappingProxyType({})
+    services: Iterable[Manifest], pods: Iterable[Manifest], reported: Mapping[str, Adapters] = MappingProxyType({})
 ) -> RouteTable:
     """The table for the cluster as seen now.
 
@@ -146,8 +148,8 @@ def build_table(
     service rolls out, the old name works while there is a pod of that name. Services of one namespace with the same
     served name share its requests.
 
-    A LoRA adapter that services list has a route of its own, to those of their pods that have loaded it (`loaded`:
-    names by the pod's uid). A model's name goes before an adapter's.
+    A LoRA adapter that services list has a route of its own, to those of their pods that have loaded it (`reported`: by
+    the pod's uid). A model's name goes before an adapter's.
     """
     created: dict[tuple[str, str], int] = {}
     names: dict[tuple[str, str], str] = {}
@@ -185,8 +187,9 @@ def build_table(
         created[key], parents[key] = min((one.since, one.served_name) for one in listers)
         _, name = key
         for one in listers:
-            backends[key] += [pod for pod in by_owner[one.owner] if name in loaded.get(pod.uid, ())]
-            states[key].append(one.state)
+            reports = [(pod, reported[pod.uid]) for pod in by_owner[one.owner] if pod.uid in reported]
+            backends[key] += [pod for pod, report in reports if report.get(name, "") is None]
+            states[key].append(_adapter_state(one.state, [report.get(name) for _, report in reports]))
 
     routes: dict[str, list[Route]] = defaultdict(list)
     claims = {key: (created.get(key, math.inf), key) for key in created.keys() | backends.keys()}
@@ -201,6 +204,13 @@ def build_table(
     namespaces = frozenset(namespace for namespace, _ in names)
     polled = {backend.uid: backend for each in listed.values() for one in each for backend in by_owner[one.owner]}
     return RouteTable({name: tuple(found) for name, found in routes.items()}, namespaces, tuple(polled.values()))
+
+
+def _adapter_state(state: Service, errors: Sequence[str | None]) -> Service:
+    """Of a service as the cause of pods with an adapter: none can be expected where all have failed to load it."""
+    if errors and errors[0] is not None and None not in errors:
+        return replace(state, reason="AdapterLoadFailed", message=errors[0])
+    return state
 
 
 def served_name_of(service: Manifest) -> str:

@@ -56,7 +56,7 @@ class Routing:
     def _rebuild(self) -> None:
         services = [item for reflector in self._services for item in reflector.objects()]
         pods = [item for reflector in self._pods for item in reflector.objects()]
-        self.table = build_table(services, pods, self._adapters.loaded)
+        self.table = build_table(services, pods, self._adapters.reported)
         routes = [route for _, route in self.table.models()]
         self.balancer.forget_all_but({backend.uid for route in routes for backend in route.backends})
         for route in routes:

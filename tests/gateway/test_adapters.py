@@ -42,15 +42,15 @@ def entry(name: str, state: str = "loaded") -> dict[str, str]:
 async def test_changes_are_told_and_a_silent_pod_keeps_its_adapters(pod: Pod) -> None:
     backends = [Backend("uid", "a", pod.url)]
     changes: list[object] = []
-    poll = AdapterPoll(lambda: backends, lambda: changes.append(poll.loaded))
+    poll = AdapterPoll(lambda: backends, lambda: changes.append(poll.reported))
     async with aiohttp.ClientSession() as session:
-        long = entry("broken", "failed") | {"error": 100_000 * "x"}
-        pod.report = {"adapters": [entry("poet"), entry("bard", "evicted"), long]}
+        long, newer = (entry(name, "failed") | {"error": 100_000 * "x"} for name in ("broken", "poet"))
+        pod.report = {"adapters": [entry("poet"), entry("bard", "evicted"), long, newer]}
         await poll.poll(session)
         await poll.poll(session)
         pod.report = {"detail": "no server of ours"}
         await poll.poll(session)
-        assert changes == [{"uid": {"poet", "bard"}}]
+        assert changes == [{"uid": {"broken": 100_000 * "x", "poet": None, "bard": None}}]
         backends.clear()
         await poll.poll(session)
         assert changes[1:] == [{}]

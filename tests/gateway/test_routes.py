@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmservice_gateway.routes import ModelNotFoundError, build_table, is_routable
+from llmservice_gateway.routes import Adapters, ModelNotFoundError, build_table, is_routable
 
 
 def service(
@@ -158,8 +158,12 @@ def with_adapters(manifest: dict[str, Any], *names: str) -> dict[str, Any]:
 def test_an_adapter_is_routed_to_the_pods_of_its_model_that_report_it() -> None:
     services = [with_adapters(service("llama"), "poet", "bard"), service("other")]
     pods = [pod("a", "llama"), pod("b", "llama"), pod("c", "other")]
-    loaded = {"uid-a": {"poet"}, "uid-b": set(), "uid-c": {"poet"}}
-    table = build_table(services, pods, loaded)
+    reported: dict[str, Adapters] = {
+        "uid-a": {"poet": None},
+        "uid-b": {"poet": "no such file"},
+        "uid-c": {"poet": None},
+    }
+    table = build_table(services, pods, reported)
     assert names(table.find("poet")) == names(table.find("default/poet")) == ["a"]
     assert names(table.find("bard")) == []
     assert names(table.find("llama")) == ["a", "b"]
@@ -172,7 +176,7 @@ def test_a_models_name_goes_before_an_adapters() -> None:
     table = build_table(
         [with_adapters(service("llama"), "poet"), service("poet")],
         [pod("a", "llama"), pod("b", "poet")],
-        {"uid-a": {"poet"}},
+        {"uid-a": {"poet": None}},
     )
     assert names(table.find("poet")) == ["b"]
     assert [state.name for state in table.find("poet").services] == ["poet"]
@@ -182,7 +186,7 @@ def test_pods_of_the_old_name_keep_their_adapters_while_a_rename_rolls_out() -> 
     table = build_table(
         [with_adapters(service("llama", served_name="new"), "poet")],
         [pod("old-pod", "llama", served_name="old"), pod("new-pod", "llama", served_name="new")],
-        {"uid-old-pod": {"poet"}},
+        {"uid-old-pod": {"poet": None}},
     )
     assert names(table.find("poet")) == ["old-pod"]
     assert table.find("poet").parent == "new"
@@ -195,12 +199,32 @@ def test_services_that_list_the_same_adapter_share_its_traffic() -> None:
         for number, name in enumerate("ab", 1)
     ]
     table = build_table(
-        [*services, service("c")], [pod(each, each) for each in "abc"], {f"uid-{each}": {"poet"} for each in "abc"}
+        [*services, service("c")],
+        [pod(each, each) for each in "abc"],
+        {f"uid-{each}": {"poet": None} for each in "abc"},
     )
     assert names(table.find("poet")) == ["a", "b"]
     assert table.find("poet").parent == "a"
     assert {state.name for state in table.find("poet").services} == {"a", "b"}
     assert [backend.name for backend in table.adapted] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("reported", "awaited"),
+    [
+        ({}, True),
+        ({"uid-a": {}, "uid-b": {"poet": "its rank is 64"}}, True),
+        ({"uid-a": {"poet": None}, "uid-b": {"poet": "its rank is 64"}}, True),
+        ({"uid-a": {"poet": "its rank is 64"}}, False),
+        ({"uid-a": {"poet": "its rank is 64"}, "uid-b": {"poet": "its rank is 64"}}, False),
+    ],
+    ids=["not polled", "not tried by all", "loaded by one", "failed where polled", "failed"],
+)
+def test_an_adapter_that_all_pods_failed_to_load_is_not_awaited(reported: dict[str, Adapters], awaited: bool) -> None:
+    pods = [pod("a", "llama"), pod("b", "llama")]
+    (state,) = build_table([with_adapters(service("llama"), "poet")], pods, reported).find("poet").services
+    assert state.is_awaited is awaited
+    assert (state.reason, state.message) == (("Starting", "") if awaited else ("AdapterLoadFailed", "its rank is 64"))
 
 
 def test_requests_go_by_prefix_unless_the_service_says_otherwise() -> None:
