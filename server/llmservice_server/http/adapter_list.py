@@ -52,9 +52,15 @@ class AdapterList:
     """Keeps the engine's adapters as `file` lists them; each is fetched into a folder of its own below `folder`."""
 
     def __init__(
-        self, state: ServerState, file: Path, folder: Path, fetch_command: Sequence[str] = FETCH_COMMAND
+        self,
+        state: ServerState,
+        file: Path,
+        folder: Path,
+        fetch_command: Sequence[str] = FETCH_COMMAND,
+        period_s: float = _PERIOD_S,
     ) -> None:
         self._state, self._file, self._folder, self._fetch_command = state, file, folder, fetch_command
+        self._period_s = period_s
         self._loaded: dict[str, ListedAdapter] = {}
         self._retries: dict[ListedAdapter, float] = {}  # those that failed, and when they are tried again (monotonic)
         self._problem: str | None = None  # of the file
@@ -75,7 +81,7 @@ class AdapterList:
                 if (listed := self._read()) is not None:
                     await self._compare(listed)
                 self._not_pending()
-                await asyncio.sleep(_PERIOD_S)
+                await asyncio.sleep(self._period_s)
 
     def _not_pending(self) -> None:
         self._state.adapters_pending = False
@@ -104,10 +110,12 @@ class AdapterList:
             del failures[key]
         self._retries = {each: retry_s for each, retry_s in self._retries.items() if each in listed}
         for each in listed:
-            is_loaded = self._loaded.get(each.name) == each and each.name in self._state.engine.adapters
-            if is_loaded or time.monotonic() < self._retries.get(each, 0.0):
-                continue
             key = each.name, each.uri
+            if self._loaded.get(each.name) == each and each.name in self._state.engine.adapters:
+                failures.pop(key, None)  # of an entry that was other than this one meanwhile
+                continue
+            if time.monotonic() < self._retries.get(each, 0.0):
+                continue
             if (error := await self._load(each)) is None:
                 failures.pop(key, None)
                 continue
