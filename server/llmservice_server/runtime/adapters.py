@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.checkpoint import LANGUAGE_MODEL, NOT_LOADED, is_head, place_of
+from llmservice_planner.checkpoint import (
+    LANGUAGE_MODEL,
+    LENGTH_BYTES,
+    NOT_LOADED,
+    header_length,
+    is_head,
+    parse_header,
+    place_of,
+)
 from llmservice_planner.explanation import format_bytes
+from llmservice_planner.model_config import ShapeError
 from llmservice_server.models.lora import AdapterSlots, LowRank, PackedAdapter
 from llmservice_server.types.checkpoint_config import AdapterConfig, read_json_object
 from llmservice_server.types.errors import AdapterError, ModelLoadError
@@ -26,7 +37,7 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight")
 _ALL_EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)?")
-_DTYPES = {"F32", "BF16", "F16"}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _VERSION_BYTES = 8
 
 
@@ -54,8 +65,8 @@ class SlotStore:
         return self._reader.submit(self._read, Path(folder))
 
     def _read(self, folder: Path) -> ReadAdapter:
-        modules = read_adapter(folder, self._targets, self._slots.dtype)
-        return ReadAdapter(_version(folder), self._slots.pack(modules))
+        version, modules = read_adapter(folder, self._targets, self._slots.dtype)
+        return ReadAdapter(version, self._slots.pack(modules))
 
     def put(self, slot: int, weights: ReadAdapter) -> None:
         self._slots.put(slot, weights.packed)
@@ -71,19 +82,28 @@ class Targets:
     lacking_bytes: int = 0  # as of `AdapterSlots`
 
 
-def read_adapter(folder: Path, targets: Targets, dtype: torch.dtype) -> dict[str, LowRank]:
-    """The factors of each module of the model that it changes. Raises AdapterError."""
+def read_adapter(folder: Path, targets: Targets, dtype: torch.dtype) -> tuple[str, dict[str, LowRank]]:
+    """A hash of what was read, and the factors of each module of the model that it changes. Raises AdapterError."""
     path = _weight_file(folder)
+    before = _written(folder)
     try:
-        config = AdapterConfig.parse(read_json_object(folder / _CONFIG), _CONFIG)
-    except ModelLoadError as error:
+        content = read_json_object(folder / _CONFIG)
+        config = AdapterConfig.parse(content, _CONFIG)
+        _check_config(config, targets.max_rank)
+        with path.open("rb") as file:
+            tensors = _Tensors(path, file, json.dumps(content, sort_keys=True).encode())
+            modules = _Reader(path, tensors, config, targets, dtype).read()
+    except (ModelLoadError, ShapeError) as error:
         raise AdapterError(str(error)) from error
-    _check_config(config, targets.max_rank)
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            return _Reader(path, tensors, config, targets, dtype).read()
-    except SafetensorError as error:
-        raise AdapterError(f"{path} is not a readable safetensors file ({error}): fetch it again") from error
+    if _written(folder) != before:
+        raise AdapterError(f"{folder} was changed while it was read: load the adapter again")
+    return tensors.version, modules
+
+
+def _written(folder: Path) -> list[tuple[int, int]]:
+    """When its files were last written, and their inodes."""
+    found = [(folder / name).stat() for name in (_CONFIG, _WEIGHTS)]
+    return [(each.st_mtime_ns, each.st_ino) for each in found]
 
 
 def _weight_file(folder: Path) -> Path:
@@ -117,10 +137,52 @@ def _check_config(config: AdapterConfig, max_rank: int) -> None:
         raise AdapterError(f"{_CONFIG}: {name} is set, which is not supported: train the adapter without it")
 
 
-class _Reader:
-    """Reads the factors in an open file."""
+class _Tensors:
+    """Those of a safetensors file, which is not mapped: writing to it changes no tensor that was read."""
 
-    def __init__(self, path: Path, tensors: Any, config: AdapterConfig, targets: Targets, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, file: BufferedReader, config: bytes) -> None:
+        """config: what `version` depends on besides. Raises ShapeError and AdapterError."""
+        self._path, self._file = path, file
+        length = header_length(str(path), file.read(LENGTH_BYTES))
+        header = file.read(length)
+        self.stored = parse_header(str(path), header, length)
+        self._hash = blake2b(config + header, digest_size=_VERSION_BYTES)
+        first, entries = LENGTH_BYTES + length, json.loads(header)
+        self._starts = {name: first + int(entries[name]["data_offsets"][0]) for name in self.stored}
+        begin = min(self._starts.values(), default=first)
+        end = max((self._starts[name] + each.nbytes for name, each in self.stored.items()), default=first)
+        if (begin, end) != (first, size := file.seek(0, os.SEEK_END)):
+            raise self._broken(f"its tensors are at bytes {begin} to {end}, expected {first} to {size}")
+
+    def read(self, name: str) -> torch.Tensor:
+        """Raises AdapterError. Only for a shape and a dtype that are expected, so that memory for it is planned."""
+        stored = self.stored[name]
+        dtype = _DTYPES[stored.dtype]
+        data = bytearray(stored.elements * dtype.itemsize)
+        self._file.seek(self._starts[name])
+        if self._file.readinto(data) != stored.nbytes:
+            raise self._broken(f"{name} does not have the {len(data)} bytes of its shape")
+        self._hash.update(data)
+        return torch.frombuffer(data, dtype=dtype).view(stored.shape)
+
+    def shape(self, name: str) -> list[int]:
+        return [*self.stored[name].shape]
+
+    @property
+    def version(self) -> str:
+        """A hash of what was read."""
+        return self._hash.hexdigest()
+
+    def _broken(self, problem: str) -> AdapterError:
+        return AdapterError(f"{self._path} is no whole safetensors file ({problem}): fetch it again")
+
+
+class _Reader:
+    """Reads the factors."""
+
+    def __init__(
+        self, path: Path, tensors: _Tensors, config: AdapterConfig, targets: Targets, dtype: torch.dtype
+    ) -> None:
         self._path = path
         self._tensors = tensors
         self._config = config
@@ -129,8 +191,7 @@ class _Reader:
         self._places = {place_of(module): module for module in targets.modules}
 
     def read(self) -> dict[str, LowRank]:
-        stored = [*self._tensors.keys()]
-        factors = [_factor(name) for name in stored if not self._is_of_base(name)]
+        factors = [_factor(name) for name in self._tensors.stored if not self._is_of_base(name)]
         sides: dict[str, dict[str, str]] = defaultdict(dict)
         for each in _of_text(factors):
             sides[each.module][each.side] = each.tensor
@@ -155,7 +216,7 @@ class _Reader:
         module = None if match is None else self._module(match["module"])
         if module is None:
             return False
-        if (shape := self._tensors.get_slice(name).get_shape()) != (expected := [*self._targets.modules[module]]):
+        if (shape := self._tensors.shape(name)) != (expected := [*self._targets.modules[module]]):
             raise AdapterError(f"{name} has the shape {shape}, expected {expected}: {_made_for(self._config)}")
         return True
 
@@ -206,7 +267,7 @@ class _Reader:
         read = []
         for side, expected in (("A", [count * rank, size[1]]), ("B", [size[0], count * rank])):
             name = names[side]
-            given, shape = self._tensors.get_slice(name), self._shape(name)
+            shape = self._shape(name)
             if (found := shape[0 if side == "A" else 1]) != count * rank:
                 raise AdapterError(
                     f"{name} has the rank {found // count}, {_CONFIG} has {rank}: fetch the adapter again"
@@ -216,9 +277,9 @@ class _Reader:
                     f"{name} has the shape {shape}, this model and the rank {rank} make it {expected}: "
                     f"{_made_for(config)}"
                 )
-            if given.get_dtype() not in _DTYPES:
-                raise AdapterError(f"{name} is {given.get_dtype()}, expected one of {', '.join(sorted(_DTYPES))}")
-            tensor = self._tensors.get_tensor(name)
+            if (stored := self._tensors.stored[name].dtype) not in _DTYPES:
+                raise AdapterError(f"{name} is {stored}, expected one of {', '.join(sorted(_DTYPES))}")
+            tensor = self._tensors.read(name)
             if side == "B":
                 tensor = tensor.float() * config.scale(named)
             tensor = tensor.to(self._dtype)
@@ -228,8 +289,7 @@ class _Reader:
         return read[0], read[1]
 
     def _shape(self, name: str) -> list[int]:
-        shape: list[int] = self._tensors.get_slice(name).get_shape()
-        if len(shape) != 2:
+        if len(shape := self._tensors.shape(name)) != 2:
             raise AdapterError(f"{name} has the shape {shape}, expected rows and columns: fetch the adapter again")
         return shape
 
@@ -272,10 +332,3 @@ def _of_text(factors: Sequence[_Factor]) -> Iterator[_Factor]:
 def _made_for(config: AdapterConfig) -> str:
     base = config.base_model_name_or_path
     return "the adapter is for another model" + (f" ({base})" if base else "")
-
-
-def _version(folder: Path) -> str:
-    digest = blake2b((folder / _CONFIG).read_bytes(), digest_size=_VERSION_BYTES)
-    with (folder / _WEIGHTS).open("rb") as file:
-        digest.update(file_digest(file, "blake2b").digest())
-    return digest.hexdigest()

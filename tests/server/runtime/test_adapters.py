@@ -1,6 +1,7 @@
 """Adapters in an engine against the same model with merged weights, and those that are refused."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -216,7 +218,7 @@ def test_ranks_and_scales_by_name_are_those_of_peft(folder: Path, tmp_path: Path
     engine = load_engine(EngineConfig(model=folder / "base", threads=1, max_loras=1, max_lora_rank=8))
     slots = model_runner(engine).adapters
     assert slots is not None
-    read = read_adapter(tmp_path, Targets(slots.modules, 8), torch.float32)
+    _, read = read_adapter(tmp_path, Targets(slots.modules, 8), torch.float32)
     assert read.keys() == expected.keys()
     assert all(torch.allclose(read[module].up, up) for module, up in expected.items())
     assert load(engine, "by name", tmp_path).error is None
@@ -366,8 +368,46 @@ def refusal(folder: Path, adapter: Path) -> str:
 def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path) -> None:
     write_tiny_adapter(tmp_path, folder / "base")
     path = tmp_path / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert "is not a readable safetensors file" in refusal(folder, tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    assert "adapter_model.safetensors is no whole safetensors file (its tensors are at bytes" in refusal(
+        folder, tmp_path
+    )
+    path.write_bytes(whole[:100])
+    assert "adapter_model.safetensors is no safetensors file (its header should have" in refusal(folder, tmp_path)
+
+
+class Listening(dict[str, tuple[int, int]]):
+    """Modules of a model that call `asked` when one is looked up, in the midst of reading."""
+
+    asked: Callable[[], object] = staticmethod(lambda: None)
+
+    def __getitem__(self, name: str) -> tuple[int, int]:
+        self.asked()
+        return super().__getitem__(name)
+
+
+def test_an_adapter_is_what_was_read_when_its_files_are_overwritten(folder: Path, tmp_path: Path) -> None:
+    """In place, as cp does it."""
+    write_tiny_adapter(tmp_path, folder / "base", targets=("q_proj", "v_proj"))
+    path = tmp_path / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    tensors = load_tensors(whole)
+    rows = {name: len(tensor) for name, tensor in tensors.items() if "lora_B" in name}
+    modules = Listening(
+        {name.removeprefix("base_model.model.").removesuffix(".lora_B.weight"): (rows[name], 64) for name in rows}
+    )
+    targets = Targets(modules, 8)
+    version, read = read_adapter(tmp_path, targets, torch.float32)
+    path.write_bytes(bytes(len(whole)))
+    assert all(torch.equal(read[name].down, tensors[f"base_model.model.{name}.lora_A.weight"]) for name in modules)
+    path.write_bytes(whole)
+    assert read_adapter(tmp_path, targets, torch.float32)[0] == version
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert read_adapter(tmp_path, targets, torch.float32)[0] != version
+    modules.asked = lambda: os.utime(path, (1, 1))
+    with pytest.raises(AdapterError, match="was changed while it was read: load the adapter again"):
+        read_adapter(tmp_path, targets, torch.float32)
 
 
 def test_a_pickle_is_refused(folder: Path, tmp_path: Path) -> None:
