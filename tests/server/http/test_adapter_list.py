@@ -62,8 +62,9 @@ class Followed:
         config = ServeConfig(
             served_model_names=("tiny",), queue_bounds={}, request_timeout_s=None, queue_timeout_s=None
         )
-        self.engine: Any = Engine()
-        self.state = ServerState(config=config, engine=self.engine, metrics=Metrics("llmservice_", "tiny"))
+        engine: Any = Engine()
+        self.engine: Engine = engine
+        self.state = ServerState(config=config, engine=engine, metrics=Metrics("llmservice_", "tiny"))
         self.copies = folder / "copies"
         self._file = folder / "adapters.json"
         command = ("sh", "-c", fetch, "fetch")
@@ -76,10 +77,18 @@ class Followed:
         unfinished.write_text(json.dumps(entries))
         unfinished.replace(self._file)
 
+    def children(self) -> set[str]:
+        """Of `FETCH`, those that have begun and whose folders are there."""
+        return {path.read_text().strip() for path in self.copies.glob("*/pid")}
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
             while not condition():
                 await asyncio.sleep(0)
+
+
+def _is_running(child: str) -> bool:
+    return Path("/proc", child).exists()
 
 
 @asynccontextmanager
@@ -100,3 +109,39 @@ async def test_the_failure_of_an_entry_is_forgotten_when_it_is_listed_as_it_is_l
         found.write(poet="a", bard="b")
         await found.until(lambda: not found.state.adapter_failures)
         assert list(found.engine.adapters) == ["poet", "bard"]
+
+
+FETCH = """
+mkdir -p $2; echo $$ >$2/pid.new; mv $2/pid.new $2/pid
+case $1 in slow*) exec sleep 1000;; lost) echo "the connection is lost" >&2; exit 1;; esac
+"""
+
+
+async def test_a_slow_source_holds_up_no_other_adapter(tmp_path: Path) -> None:
+    async with followed(tmp_path, FETCH, slow="slow", lost="lost", poet="a") as found:
+        await found.until(lambda: "poet" in found.engine.adapters and bool(found.state.adapter_failures))
+        assert found.state.adapter_failures == {("lost", "lost"): "the connection is lost"}
+        assert found.state.adapters_pending
+        found.write(slow="slow", bard="b")
+        await found.until(lambda: list(found.engine.adapters) == ["bard"])
+
+
+async def test_what_is_not_listed_any_more_leaves_neither_process_nor_folder(tmp_path: Path) -> None:
+    async with followed(tmp_path, FETCH, slow="slow", lost="lost", poet="a", bard="b") as found:
+        await found.until(lambda: len(found.engine.adapters) == 2 and len(found.children()) == 4)
+        children = found.children()
+        found.write(bard="b")
+        await found.until(lambda: not found.state.adapters_pending and len(found.children()) == 1)
+        assert list(found.engine.adapters) == ["bard"]
+        assert len(list(found.copies.iterdir())) == 1
+        assert not any(map(_is_running, children))
+
+
+async def test_four_adapters_are_fetched_at_once(tmp_path: Path) -> None:
+    uris = {f"a{number}": f"slow{number}" for number in range(5)}
+    async with followed(tmp_path, FETCH, **uris) as found:
+        await found.until(lambda: len(found.children()) == 4)
+        first = found.children()
+        del uris["a1"]
+        found.write(**uris)
+        await found.until(lambda: (len(found.children() & first), len(found.children() - first)) == (3, 1))
