@@ -6,8 +6,8 @@ An adapter that is evicted keeps its name: the next request for it has it read f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections import deque
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,8 @@ class Adapters:
 
     Requests for adapters without a slot wait in order of arrival. While the first of them waits for a slot, later
     requests for adapters that could be evicted wait as well, so that one of these becomes idle.
+
+    One adapter is read at a time, and the next one when it is in its slot, as start-up sets memory aside for one.
     """
 
     def __init__(self, store: AdapterStore[Any] | None) -> None:
@@ -62,21 +64,23 @@ class Adapters:
         self._by_name: dict[str, Adapter] = {}
         self._draining: set[Adapter] = set()  # unloaded or replaced, but some requests still compute with it
         self._waiting: list[Request] = []
-        self._loads: list[tuple[LoadAdapter, Future[AdapterWeights]]] = []
-        self._reads: dict[Adapter, tuple[int, Future[AdapterWeights]]] = {}  # with the slot that each will have
+        self._unread: deque[LoadAdapter | Adapter] = deque()
+        self._reading: tuple[LoadAdapter | Adapter, Future[AdapterWeights]] | None = None
+        self._slots: dict[Adapter, int] = {}  # that evicted ones will have when they are read again
         self._reports: list[AdapterReport] = []
         self._ticks = itertools.count(1)
 
     def __bool__(self) -> bool:
         """Whether there is something to do or to report."""
-        return bool(self._waiting or self._loads or self._reads or self._reports)
+        return bool(self._waiting or self._unread or self._reading or self._reports)
 
     def change(self, message: LoadAdapter | UnloadAdapter) -> None:
         """Begin to load, or unload; the result is one of `take_reports`."""
         if self._store is None:
             self._report(message, "this server has no slots for adapters: start it with --max-loras")
         elif isinstance(message, LoadAdapter):
-            self._loads.append((message, self._store.read(message.folder)))
+            self._unread.append(message)
+            self._read_next()
         elif (adapter := self._by_name.pop(message.name, None)) is None:
             self._report(message, f"the adapter {message.name} is not loaded", status=404)
         else:
@@ -109,11 +113,9 @@ class Adapters:
 
     def take_ready(self, *, idle: bool) -> list[tuple[Request, str | None]]:
         """Requests whose adapter is on the device, with None or the error; `idle`: wait up to 50 ms for files."""
-        futures = [future for _, future in (*self._loads, *self._reads.values())]
-        if idle and futures:
-            wait(futures, _IDLE_WAIT_S, FIRST_COMPLETED)
-        self._finish_loads()
-        failures = dict(self._finish_reads())
+        if idle and self._reading is not None:
+            wait([self._reading[1]], _IDLE_WAIT_S)
+        failures = self._finish_read()
         waiting, self._waiting = self._waiting, []
         ready: list[tuple[Request, str | None]] = []
         blocked = False
@@ -124,13 +126,14 @@ class Adapters:
             if problem is not None or adapter is None:
                 ready.append((request, problem))
                 continue
-            if adapter.slot is None and adapter not in self._reads and not blocked:
-                blocked = not self._begin_read(adapter)
+            if adapter.slot is None and adapter not in self._slots and not blocked:
+                blocked = not self._read_again(adapter)
             if adapter.slot is None or (blocked and not adapter.pinned):
                 self._waiting.append(request)
             else:
                 self._acquire(adapter, request)
                 ready.append((request, None))
+        self._read_next()
         return ready
 
     def _acquire(self, adapter: Adapter, request: Request) -> None:
@@ -140,38 +143,44 @@ class Adapters:
         if request.adapter_version != adapter.version:
             request.prompt_hashes = b""  # they are another version's
 
-    def _begin_read(self, adapter: Adapter) -> bool:
+    def _read_again(self, adapter: Adapter) -> bool:
         """False where all slots are in use."""
         slot = self._take_slot()
-        if slot is None or self._store is None:
+        if slot is None:
             return False
-        self._reads[adapter] = slot, self._store.read(adapter.folder)
+        self._slots[adapter] = slot
+        self._unread.append(adapter)
         return True
 
-    def _finish_reads(self) -> Iterator[tuple[str, str]]:
-        """Yields the names of adapters that could not be read again, and why."""
-        for adapter, (slot, future) in [item for item in self._reads.items() if item[1][1].done()]:
-            del self._reads[adapter]
-            if self._by_name.get(adapter.name) is not adapter:
-                self._free.append(slot)
-                continue
-            try:
-                self._put(adapter, slot, _same_version(adapter, future.result()))
-                self._report(None)
-            except Exception as error:
-                self._free.append(slot)
-                yield adapter.name, f"the adapter {adapter.name} cannot be read again: {_sentence(error)}"
+    def _read_next(self) -> None:
+        if self._reading is None and self._unread and self._store is not None:
+            target = self._unread.popleft()
+            self._reading = target, self._store.read(target.folder)
 
-    def _finish_loads(self) -> None:
-        for load in [each for each in self._loads if each[1].done()]:
-            self._loads.remove(load)
-            message, future = load
+    def _finish_read(self) -> dict[str, str]:
+        """Put what was read into its slot; returns the name of an adapter that cannot be read again, and why."""
+        if self._reading is None or not self._reading[1].done():
+            return {}
+        (target, future), self._reading = self._reading, None
+        if isinstance(target, LoadAdapter):
             try:
-                self._register(message, future.result())
+                self._register(target, future.result())
             except Exception as error:
-                self._report(message, _sentence(error))
+                self._report(target, _sentence(error))
             else:
-                self._report(message)
+                self._report(target)
+            return {}
+        slot = self._slots.pop(target)
+        if self._by_name.get(target.name) is not target:
+            self._free.append(slot)
+            return {}
+        try:
+            self._put(target, slot, _same_version(target, future.result()))
+        except Exception as error:
+            self._free.append(slot)
+            return {target.name: f"the adapter {target.name} cannot be read again: {_sentence(error)}"}
+        self._report(None)
+        return {}
 
     def _register(self, message: LoadAdapter, weights: AdapterWeights) -> None:
         """A version that is loaded already keeps its slot. Raises AdapterError."""
@@ -185,7 +194,7 @@ class Adapters:
             self._by_name[message.name] = adapter
             if before is not None:
                 self._retire(before)
-        if adapter.slot is None and adapter not in self._reads and (slot := self._take_slot()) is not None:
+        if adapter.slot is None and adapter not in self._slots and (slot := self._take_slot()) is not None:
             try:
                 self._put(adapter, slot, weights)
             except Exception:
