@@ -35,7 +35,7 @@ from llmservice_server.types.errors import AdapterError, ModelLoadError
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight")
+_BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.(?P<tensor>weight|bias)")
 _ALL_EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)?")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _VERSION_BYTES = 8
@@ -213,10 +213,10 @@ class _Reader:
     def _is_of_base(self, name: str) -> bool:
         """Whether it is the model's own head, of which PEFT adds a copy to the factors. Raises AdapterError."""
         match = _BASE_LAYER.fullmatch(name)
-        module = None if match is None else self._module(match["module"])
-        if module is None:
+        if match is None or (module := self._module(match["module"])) is None:
             return False
-        if (shape := self._tensors.shape(name)) != (expected := [*self._targets.modules[module]]):
+        expected = [*self._targets.modules[module]][: 1 if match["tensor"] == "bias" else 2]
+        if (shape := self._tensors.shape(name)) != expected:
             raise AdapterError(f"{name} has the shape {shape}, expected {expected}: {_made_for(self._config)}")
         return True
 

@@ -279,7 +279,8 @@ def test_a_copy_of_the_base_s_head_is_left_out(folder: Path, tmp_path: Path) -> 
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     for rows, message in ((VOCAB, "None"), (VOCAB + 1, "lm_head.base_layer.weight has the shape [513, 64], expected")):
         head = {"base_model.model.lm_head.base_layer.weight": torch.zeros(rows, 64)}
-        save_file(tensors | head, tmp_path / "adapter_model.safetensors")
+        bias = {"base_model.model.lm_head.base_layer.bias": torch.zeros(VOCAB)}  # of Phi's
+        save_file(tensors | head | bias, tmp_path / "adapter_model.safetensors")
         assert message in refusal(folder, tmp_path)
 
 
