@@ -84,25 +84,29 @@ class Targets:
 
 def read_adapter(folder: Path, targets: Targets, dtype: torch.dtype) -> tuple[str, dict[str, LowRank]]:
     """A hash of what was read, and the factors of each module of the model that it changes. Raises AdapterError."""
-    path = _weight_file(folder)
-    before = _written(folder)
     try:
+        path = _weight_file(folder)
+        before = _written(folder)
         content = read_json_object(folder / _CONFIG)
         config = AdapterConfig.parse(content, _CONFIG)
         _check_config(config, targets.max_rank)
         with path.open("rb") as file:
             tensors = _Tensors(path, file, json.dumps(content, sort_keys=True).encode())
             modules = _Reader(path, tensors, config, targets, dtype).read()
+        if _written(folder) != before:
+            raise AdapterError(f"{folder} was changed while it was read: load the adapter again")
     except (ModelLoadError, ShapeError) as error:
         raise AdapterError(str(error)) from error
-    if _written(folder) != before:
-        raise AdapterError(f"{folder} was changed while it was read: load the adapter again")
+    except OSError as error:
+        raise AdapterError(
+            f"{folder} cannot be read ({error.strerror}): correct its path or its permissions"
+        ) from error
     return tensors.version, modules
 
 
 def _written(folder: Path) -> list[tuple[int, int]]:
     """When its files were last written, and their inodes."""
-    found = [(folder / name).stat() for name in (_CONFIG, _WEIGHTS)]
+    found = [path.stat() for name in (_CONFIG, _WEIGHTS) if (path := folder / name).exists()]
     return [(each.st_mtime_ns, each.st_ino) for each in found]
 
 

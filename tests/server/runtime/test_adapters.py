@@ -417,9 +417,13 @@ def test_a_pickle_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "as a pickle (adapter_model.bin), which can run any code when read" in refusal(folder, tmp_path)
 
 
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_a_missing_folder_or_file_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="is not a folder"):
         read_adapter(tmp_path / "none", Targets({}, 8), torch.float32)
+    write_tiny_adapter(tmp_path, folder / "base")
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(AdapterError, match=r"adapter_config.json is missing"):
+        read_adapter(tmp_path, Targets({}, 8), torch.float32)
 
 
 def test_without_slots_every_adapter_is_refused(folder: Path) -> None:

@@ -62,6 +62,7 @@ def test_an_adapter_is_a_model_from_its_load_to_its_unload(shared_server: Start,
     [
         ("tiny", "/tmp", b"the model's own"),
         ("other", "/nowhere", b"/nowhere is not a folder"),
+        ("other", "/" + 4000 * "a", b" cannot be read (File name too long)"),
         ("a name", "/tmp", b"lora_name"),
     ],
 )
