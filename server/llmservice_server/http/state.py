@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -110,6 +111,7 @@ class ServerState:
     tokenizer: Tokenizer | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not set them
     adapter_failures: dict[tuple[str, str], str] = field(default_factory=dict)  # by name and URI, of those listed
+    adapter_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)  # by name
     adapter_uris: dict[str, str] = field(default_factory=dict)  # by name, of those that a file lists
     adapters_pending: bool = False  # those that are listed at the start are not loaded yet
     draining: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -13,7 +14,7 @@ from llmservice_server.http.body import BodyRoute
 from llmservice_server.http.error import ApiError, invalid
 from llmservice_server.http.protocol.base import Body
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
-from llmservice_server.http.state import StateDep
+from llmservice_server.http.state import ServerState, StateDep
 from llmservice_server.types.messages import AdapterReport
 
 router = APIRouter(route_class=BodyRoute, responses=error_responses(*REFUSALS))
@@ -36,18 +37,24 @@ class UnloadAdapterRequest(Body):
 async def load_adapter(body: LoadAdapterRequest, state: StateDep) -> Any:
     if (problem := state.why_not_an_adapter(body.lora_name)) is not None:
         raise invalid(problem, "lora_name")
-    if body.lora_name in state.engine.adapters and not body.load_inplace:
-        raise invalid(
-            f"The LoRA adapter `{body.lora_name}` is loaded already: set load_inplace to replace it", "lora_name"
-        )
-    _check(await state.engine.load_adapter(body.lora_name, body.lora_path, pinned=body.pinned))
+    async with _one_at_a_time(state, body.lora_name):
+        if body.lora_name in state.engine.adapters and not body.load_inplace:
+            raise invalid(
+                f"The LoRA adapter `{body.lora_name}` is loaded already: set load_inplace to replace it", "lora_name"
+            )
+        _check(await state.engine.load_adapter(body.lora_name, body.lora_path, pinned=body.pinned))
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, summary="Unload a LoRA adapter")
 async def unload_adapter(body: UnloadAdapterRequest, state: StateDep) -> Any:
-    _check(await state.engine.unload_adapter(body.lora_name))
+    async with _one_at_a_time(state, body.lora_name):
+        _check(await state.engine.unload_adapter(body.lora_name))
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+def _one_at_a_time(state: ServerState, name: str) -> asyncio.Lock:
+    return state.adapter_locks.setdefault(name, asyncio.Lock())
 
 
 def _check(report: AdapterReport) -> None:

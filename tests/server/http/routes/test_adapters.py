@@ -84,6 +84,17 @@ def test_no_request_fails_while_adapters_are_loaded(shared_server: Start, adapte
     server.wait_until_idle()
 
 
+def test_changes_of_one_name_exclude_each_other(shared_server: Start, adapter: Path) -> None:
+    server = shared_server(*FLAGS)
+
+    def load(_: int) -> int:
+        return _post(server, "/v1/load_lora_adapter", lora_name="one", lora_path=str(adapter))[0]
+
+    with ThreadPoolExecutor(4) as clients:
+        assert sorted(clients.map(load, range(4))) == [200, 400, 400, 400]
+    assert _post(server, "/v1/unload_lora_adapter", lora_name="one")[0] == 200
+
+
 def test_adapters_cannot_be_loaded_by_default(server: Any) -> None:
     assert _post(server, "/v1/load_lora_adapter", lora_name="a", lora_path="/tmp")[0] == 404
 
