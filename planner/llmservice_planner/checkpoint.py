@@ -316,6 +316,6 @@ def place_of(module: str) -> str:
     prefix = LANGUAGE_MODEL.match(module)
     name = module[prefix.end() if prefix else 0 :].removeprefix("model.")
     if (expert := _EXPERT.fullmatch(name)) is None:
-        return name
+        return name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's router
     layer, number, part = expert.groups()
     return f"layers.{layer}.experts.{number}.{_PARTS_OF_EXPERT.get(part, part)}"

@@ -191,6 +191,7 @@ def test_experts_are_matrices_each_or_all_in_one_tensor() -> None:
     [
         ("model.layers.3.block_sparse_moe.experts.17.w1", "model.layers.3.mlp.experts.17.gate_proj"),
         ("model.layers.3.mlp.experts.17.down_proj", "model.layers.3.mlp.experts.17.down_proj"),
+        ("model.layers.3.block_sparse_moe.gate", "model.layers.3.mlp.gate"),
         ("model.language_model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
         ("language_model.model.layers.0.mlp.experts.1.up_proj", "model.layers.0.mlp.experts.1.up_proj"),
         ("language_model.lm_head", "lm_head"),

@@ -93,22 +93,6 @@ def is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> b
     return logits.argmax(dim=-1).tolist() == answer
 
 
-@pytest.mark.parametrize("implementation", ["own", "transformers"])
-def test_base_and_three_adapters_in_one_step_are_as_merged(folder: Path, implementation: str) -> None:
-    engine = adapted_engine(folder, implementation=implementation)
-    runner, prompt = model_runner(engine), prompt_of(20)
-    rows = [SlotRows(slot, slice(20 * (slot + 1), 20 * (slot + 2))) for slot in range(3)]
-    step = StepInput.of([(0, 20, [2 * number + 1, 2 * number + 2]) for number in range(4)], prompt * 4)
-    assert runner.adapters is not None
-    with torch.inference_mode(), runner.adapters.applied(rows):
-        logits = runner.model.logits(runner.forward(step, rows)).view(4, 20, -1)
-    by_slot = sorted(engine._adapters._by_name.values(), key=lambda each: each.slot or 0)
-    for name, ours in zip([None, *(each.name for each in by_slot)], logits, strict=True):
-        with torch.inference_mode():
-            expected = merged(folder / "base", folder / name if name else None)(torch.tensor([prompt])).logits[0]
-        assert float(((ours - expected).abs().amax(-1) / expected.abs().amax(-1)).max()) < LOGIT_TOLERANCE
-
-
 @pytest.mark.parametrize("crowded", [False, True])
 def test_answers_are_those_of_the_merged_models(folder: Path, crowded: bool) -> None:
     settings: dict[str, Any] = {"prefill_chunk_tokens": 11, "max_num_batched_tokens": 32}
