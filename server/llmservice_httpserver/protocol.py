@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -14,6 +15,30 @@ MAX_HEAD_BYTES = 64 * 1024
 
 class _HeadTooLargeError(Exception):
     """Raised inside the parser, which then refuses the request."""
+
+
+class _Parser(HttpRequestParser):  # type: ignore[misc]
+    """Ends at the head of a request that asks for another protocol, whose body it would take for the next request.
+
+    Java's client asks for h2c with every request, and a server may ignore that (RFC 9110, section 7.8).
+    """
+
+    def __init__(self, protocol: BoundedHttpProtocol) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn, which answers pipelined requests
+        self._protocol = protocol
+
+    @property
+    def asks_for_upgrade(self) -> bool:
+        return bool(self.should_upgrade()) and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            super().feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            if not self.asks_for_upgrade:
+                raise
+            self._protocol.read_without_upgrade(data[upgrade.args[0] :])
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -34,6 +59,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _too_large = False
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
 
     @classmethod
     def with_timeout(cls, client_timeout_s: float) -> type[BoundedHttpProtocol]:
@@ -63,7 +92,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_timer is None:
             self._await_head()
 
+    def read_without_upgrade(self, rest: bytes) -> None:
+        """Read the head again, without what asks for another protocol, and `rest`, which follows it."""
+        fields = (name + b": " + value + b"\r\n" for name, value in self.headers if name != b"upgrade")
+        version = self.parser.get_http_version().encode()
+        head = b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, b"".join(fields))
+        self.parser = _Parser(self)
+        self.parser.feed_data(head + rest)
+
     def on_headers_complete(self) -> None:
+        if self.parser.asks_for_upgrade:
+            return
         self._head_is_open = self._head_has_begun = False
         self._stop_head_timer()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
@@ -72,6 +111,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.asks_for_upgrade:
+            return
         super().on_message_complete()
         self._head_is_open = self._request_ended = True
         self._head_bytes = 0

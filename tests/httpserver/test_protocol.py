@@ -104,6 +104,34 @@ async def test_a_request_that_two_servers_could_read_differently_is_refused(head
         assert app.bodies == []
 
 
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"Content-Length: %d\r\n\r\n" % len(GET)
+
+
+CHUNKED = b"POST / HTTP/1.1\r\n" + UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
+LAST = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "bodies"),
+    [
+        pytest.param([POST + GET], [GET], id="at once"),
+        pytest.param([POST, GET], [GET], id="head and body"),
+        pytest.param([POST[:30], POST[30:] + GET[:5], GET[5:]], [GET], id="pieces"),
+        pytest.param([POST + GET + POST + GET + GET], [GET, GET, b""], id="pipelined"),
+        pytest.param([GET + POST + GET], [b"", GET], id="behind another"),
+        pytest.param([CHUNKED], [b"ab"], id="chunks"),
+    ],
+)
+async def test_another_protocol_that_is_asked_for_is_ignored(pieces: list[bytes], bodies: list[bytes]) -> None:
+    """As Java's client asks for h2c. The body is no request of its own."""
+    async with served() as (app, _, port):
+        answer = await converse(port, *pieces, LAST)
+    assert app.bodies == [*bodies, b""]
+    assert answer.count(b"HTTP/1.1 200 OK") == len(app.bodies)
+    assert answer.count(b"HTTP/1.1 400") == 0
+
+
 async def test_a_head_beyond_the_bound_is_refused() -> None:
     async with served() as (_, _, port):
         answer = await converse(port, b"GET / HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n")
