@@ -34,6 +34,8 @@ INFERENCE_PATHS = (*GENERATING_PATHS, "/v1/embeddings", "/v1/rerank", "/v2/reran
 SESSION_HEADER = "x-session-id"
 LONGEST_REQUEST_ID = 128
 CLIENT_LEFT = "499"
+_DISCARDED_BYTES = 64 * 1024**2
+"""Of a body that is too large: clients that are still sending when the connection is closed do not see the answer."""
 
 
 class Admission(Protocol):
@@ -194,7 +196,7 @@ class Inference:
     async def _body(self, scope: Mapping[str, Any], receive: Receive) -> tuple[dict[str, Any], bytes]:
         """The body, parsed and raw. A refusal closes the connection where the rest would be read as a request."""
         limit, timeout_s = self._config.max_body_bytes, self._config.client_timeout_s
-        body = bytearray()
+        body, num_bytes = bytearray(), 0
         try:
             async with asyncio.timeout(timeout_s):
                 more = True
@@ -202,16 +204,11 @@ class Inference:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _ClientLeftError
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > limit:
-                        raise GatewayError(
-                            413,
-                            f"The request is too large: its body has more than {limit} bytes. Send less at once, or"
-                            " have the gateway's --max-body-mib raised.",
-                            "request_too_large",
-                            headers={"Connection": "close"},
-                        )
+                    chunk = message.get("body", b"")
+                    num_bytes += len(chunk)
+                    if num_bytes <= limit:
+                        body += chunk
+                    more = message.get("more_body", False) and num_bytes <= limit + _DISCARDED_BYTES
         except TimeoutError:
             raise GatewayError(
                 408,
@@ -220,6 +217,14 @@ class Inference:
                 "request_timeout",
                 headers={"Connection": "close"},
             ) from None
+        if num_bytes > limit:
+            raise GatewayError(
+                413,
+                f"The request is too large: its body has more than {limit} bytes. Send less at once, or"
+                " have the gateway's --max-body-mib raised.",
+                "request_too_large",
+                headers={"Connection": "close"},
+            )
         raw = bytes(body)
         return _parse(raw), raw
 

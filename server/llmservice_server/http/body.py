@@ -26,6 +26,7 @@ from llmservice_server.text.tokenizer import LONG_TEXT_BYTES
 IGNORED_HEADER = "x-ignored-parameters"
 SLOTS_HEADER = "x-admissible-sequences"
 """How many requests like those before run at once; the gateway reads it."""
+_DISCARDED_BYTES = 64 * 2**20
 _MAX_IGNORED_NAMES = 8
 _MAX_NAME_LENGTH = 64
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # a comma separates the names
@@ -104,24 +105,27 @@ class _ParsedRequest(Request):
 async def read_body(request: Request, state: ServerState, max_bytes: int) -> bytes:
     """Raises ApiError and closes the connection, since the rest of the body would be read as the next request.
 
-    413 as soon as more than `max_bytes` have arrived, 408 where it is not complete in time, 503 where the server is
-    shut down meanwhile.
+    413 where it has more than `max_bytes`, 408 where it is not complete in time, 503 where the server is shut down
+    meanwhile. Of a body that is too large some more is read: clients that are still sending when the connection is
+    closed do not see the answer.
     """
-    body = bytearray()
+    body, num_bytes = bytearray(), 0
     try:
         async with state.body_deadline():
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    message = (
-                        f"the body is larger than {max_bytes} bytes: send less at once, or have --max-body-size raised"
-                    )
-                    raise ApiError(413, message, code="request_too_large", closes=True)
+                num_bytes += len(chunk)
+                if num_bytes <= max_bytes:
+                    body += chunk
+                elif num_bytes > max_bytes + _DISCARDED_BYTES:
+                    break
     except TimeoutError:
         if state.draining:
             raise state.not_ready("the server is shutting down", closes=True) from None
         message = f"the body was not complete within {state.config.body_timeout_s:g} s: send it faster, or have "
         raise ApiError(408, f"{message}--body-timeout raised", code="request_timeout", closes=True) from None
+    if num_bytes > max_bytes:
+        message = f"the body is larger than {max_bytes} bytes: send less at once, or have --max-body-size raised"
+        raise ApiError(413, message, code="request_too_large", closes=True)
     return bytes(body)
 
 
