@@ -25,6 +25,8 @@ from llmservice_server.text.chat_formats import FormatNames
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.messages import AdapterInfo, Ready, Task
 
+_ACTIVE = ("/v1/", "/v2/", "/rerank", "/tokenize", "/detokenize")
+
 
 class Activity:
     """ASGI middleware: a request counts until the last byte of its answer is handed over."""
@@ -34,7 +36,7 @@ class Activity:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(("/v1/", "/rerank")):
+        if scope["type"] != "http" or not scope["path"].startswith(_ACTIVE):
             await self._app(scope, receive, send)
             return
         self._state.enter()

@@ -22,6 +22,7 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
     "/rerank": "rerank",
     "/v1/score": "score",
 }
