@@ -296,7 +296,7 @@ class ModelShape:
     def expert_bytes(self, dtype: str, quantization: Quantization = "auto", *, on_cpu: bool = False) -> int:
         """Those of the server's weights that routed experts have."""
         form = None if self.quantization is None else WeightFormat.parse(self.quantization)
-        is_dense = not self._is_own or (form is None and quantization != "int8")
+        is_dense = form is None and (quantization != "int8" or not self._is_own)
         wanted: Quantization = "dense" if is_dense else quantization
         return self._matrices_bytes(form, DTYPE_BYTES[dtype], wanted, on_cpu=on_cpu, only_experts=True)[0]
 

@@ -196,6 +196,16 @@ def test_few_tokens_read_few_experts_of_4_bits(shape_of: ShapeOf) -> None:
     assert read / model.weights_s == pytest.approx(1 - model.expert_share * 28 / 32)
 
 
+def test_one_token_reads_few_experts_of_8_bits_in_code_of_transformers(shape_of: ShapeOf) -> None:
+    """DeepSeek V3: 37.4 of 673 GB, 8 of 256 experts in each layer and all else."""
+    shape = shape_of("deepseek-v3")
+    weights_bytes = shape.weights_bytes("bfloat16")
+    model = LatencyModel.of(shape, find_gpu("h200"), 8, "bfloat16", weights_bytes, 49152)
+    assert model is not None
+    read = (model.decode_s(1, 0) - model.step_s - model.sequence_s) / model.weights_s * weights_bytes
+    assert read == pytest.approx(37.4e9, rel=0.03)
+
+
 def test_float32_runs_outside_the_tensor_cores(shape_of: ShapeOf) -> None:
     shape = shape_of("llama-3-8b")
     assert _model(shape, dtype="float32").prefill_s(4096) > 4 * _model(shape).prefill_s(4096)
