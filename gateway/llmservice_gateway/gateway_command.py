@@ -134,5 +134,5 @@ COMMAND = Command(
     add_arguments=_add_arguments,
     run=_run,
     extra="gateway",
-    requires=("aiohttp", "fastapi", "jwt", "kubernetes", "limits", "prometheus_client", "redis", "uvicorn", "uvloop"),
+    requires=("aiohttp", "fastapi", "jwt", "kubernetes", "prometheus_client", "redis", "uvicorn", "uvloop"),
 )

@@ -10,15 +10,12 @@ import logging
 import math
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Protocol
 
-from limits import RateLimitItemPerMinute
-from limits.aio.storage import MemoryStorage, RedisStorage
-from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -39,8 +36,27 @@ _RETRY_REDIS_S = 1.0  # after it could not be reached
 _BUDGET_KEPT_S = 40 * 24 * 3600
 _UNREACHABLE = (RedisError, OSError, TimeoutError)
 
-# Redis's clock alone decides when a lease ends.
+# Redis's clock alone decides when a lease ends and which minute it is.
 _NOW_MS = "local t = redis.call('TIME'); local now = t[1] * 1000 + math.floor(t[2] / 1000); "
+# A hash holds a name's counts by minute; it expires, so that a hit finds none that are older than those it deletes.
+_HIT = (
+    _NOW_MS
+    + """
+local minute = math.floor(now / 60000)
+local left_ms = (minute + 1) * 60000 - now
+local previous = tonumber(redis.call('HGET', KEYS[1], minute - 1) or '0')
+local current = tonumber(redis.call('HGET', KEYS[1], minute) or '0')
+local allowed = math.floor(previous * left_ms / 60000) + current + ARGV[1] <= tonumber(ARGV[2])
+if allowed then
+  current = redis.call('HINCRBY', KEYS[1], minute, ARGV[1])
+  redis.call('HDEL', KEYS[1], minute - 2, minute - 3)
+  redis.call('EXPIRE', KEYS[1], 120)
+end
+return {allowed and 1 or 0, minute, previous, current, left_ms}"""
+)
+_CORRECT = """
+local count = redis.call('HGET', KEYS[1], ARGV[1])
+if count then redis.call('HSET', KEYS[1], ARGV[1], math.max(0, count + ARGV[2])) end"""
 _LEASE = (
     _NOW_MS
     + """
@@ -79,20 +95,21 @@ class LimitError(Exception):
 class Window:
     """A sliding window of a minute, counted in two fixed ones: the earlier one weighs as much as of it is left."""
 
+    minute: int
+    """The current fixed window, in minutes since 1970."""
     previous: int
-    previous_left_s: float
     current: int
-    current_left_s: float
-    """Until it is no longer even the earlier one: up to two minutes."""
+    left_s: float
+    """Until the next minute begins."""
 
     @property
     def used(self) -> int:
-        return math.floor(self.previous * self.previous_left_s / MINUTE_S) + self.current
+        return math.floor(self.previous * self.left_s / MINUTE_S) + self.current
 
     @property
     def reset_s(self) -> float:
         """Until nothing is counted any more."""
-        return self.current_left_s if self.current else self.previous_left_s if self.previous else 0.0
+        return self.left_s + MINUTE_S if self.current else self.left_s if self.previous else 0.0
 
     def wait_s(self, cost: int, limit: int) -> float:
         """Until `cost` more, at most `limit`, are within the limit, if nothing else is counted meanwhile."""
@@ -100,46 +117,49 @@ class Window:
         if self.used <= room:
             return 0.0
         if self.current <= room:  # once enough of the earlier window has passed
-            return self.previous_left_s - MINUTE_S * (room - self.current) / self.previous
-        begins_s = max(0.0, self.current_left_s - MINUTE_S)  # of the next window, in which this one is the earlier
-        return begins_s + MINUTE_S * (1 - room / self.current)
+            return self.left_s - MINUTE_S * (room - self.current) / self.previous
+        return self.left_s + MINUTE_S * (1 - room / self.current)  # in the next window, this one is the earlier
 
 
 class Counters(Protocol):
     """Where requests are counted."""
 
-    async def hit(self, name: str, limit: int, cost: int) -> bool: ...
+    async def hit(self, name: str, cost: int, limit: int) -> tuple[bool, Window]:
+        """Count `cost` unless that exceeds the limit; returns whether it was counted, and the window with it."""
+        ...
 
-    async def window(self, name: str, limit: int) -> Window: ...
+    async def correct(self, name: str, minute: int, difference: int) -> None:
+        """Add to the count of this minute, or subtract down to 0, while it counts."""
+        ...
 
     async def lease(self, name: str, limit: int, lease: str) -> bool: ...
 
     async def release(self, name: str, lease: str) -> None: ...
 
 
-class _Windows:
-    """The windows of the library `limits`."""
-
-    def __init__(self, storage: MemoryStorage | RedisStorage) -> None:
-        self._storage = storage
-        self._limiter = SlidingWindowCounterRateLimiter(storage)
-
-    async def hit(self, name: str, limit: int, cost: int) -> bool:
-        return await self._limiter.hit(RateLimitItemPerMinute(limit), name, cost=cost)
-
-    async def window(self, name: str, limit: int) -> Window:
-        item = RateLimitItemPerMinute(limit)
-        return Window(*await self._storage.get_sliding_window(item.key_for(name), item.get_expiry()))
-
-
-class LocalCounters(_Windows):
+class LocalCounters:
     """Of this process."""
 
-    def __init__(self) -> None:
-        super().__init__(MemoryStorage())
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._counts = defaultdict[str, Counter[int]](Counter)  # of a name, by minute
         self._leases = Counter[str]()
 
-    async def lease(self, name: str, limit: int, lease: str) -> bool:  # of the protocol
+    async def hit(self, name: str, cost: int, limit: int) -> tuple[bool, Window]:  # of the protocol
+        now_s = self._clock()
+        minute = int(now_s // MINUTE_S)
+        counts = self._counts[name] = Counter({each: self._counts[name][each] for each in (minute - 1, minute)})
+        window = Window(minute, counts[minute - 1], counts[minute], MINUTE_S - now_s % MINUTE_S)
+        if window.used + cost > limit:
+            return False, window
+        counts[minute] += cost
+        return True, replace(window, current=counts[minute])
+
+    async def correct(self, name: str, minute: int, difference: int) -> None:
+        counts = self._counts[name]
+        counts[minute] = max(0, counts[minute] + difference)
+
+    async def lease(self, name: str, limit: int, lease: str) -> bool:
         if self._leases[name] >= limit:
             return False
         self._leases[name] += 1
@@ -151,7 +171,7 @@ class LocalCounters(_Windows):
             del self._leases[name]
 
 
-class SharedCounters(_Windows):
+class SharedCounters:
     """Of all gateways, in Redis. Raises what `_UNREACHABLE` lists."""
 
     def __init__(self, url: str) -> None:
@@ -163,12 +183,18 @@ class SharedCounters(_Windows):
             socket_connect_timeout=_REDIS_TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),  # a connection that Redis has closed, as by a restart
         )
-        storage = RedisStorage("redis://", implementation="redispy", connection_pool=pool)  # type: ignore[arg-type]
-        super().__init__(storage)  # the pool has the URL
         self._redis = Redis(connection_pool=pool)
+        self._hit, self._correct = map(self._redis.register_script, (_HIT, _CORRECT))
         self._lease, self._renew, self._spend = map(self._redis.register_script, (_LEASE, _RENEW, _SPEND))
         self._held: dict[str, str] = {}  # leases of this gateway, and the names that they are of
         self._unposted = Counter[str]()  # tokens of budgets that are still to be written
+
+    async def hit(self, name: str, cost: int, limit: int) -> tuple[bool, Window]:
+        allowed, minute, previous, current, left_ms = await self._hit(keys=[_window_key(name)], args=[cost, limit])
+        return bool(allowed), Window(minute, previous, current, left_ms / 1000)
+
+    async def correct(self, name: str, minute: int, difference: int) -> None:
+        await self._correct(keys=[_window_key(name)], args=[minute, difference])
 
     async def lease(self, name: str, limit: int, lease: str) -> bool:
         if not await self._lease(keys=[_lease_key(name)], args=[limit, int(LEASE_S * 1000), lease]):
@@ -212,6 +238,10 @@ class SharedCounters(_Windows):
         await self._redis.connection_pool.disconnect()
 
 
+def _window_key(name: str) -> str:
+    return f"llmservice:minutes:{name}"
+
+
 def _lease_key(name: str) -> str:
     return f"llmservice:requests:{name}"
 
@@ -220,49 +250,22 @@ def budget_key(name: str, now_s: float) -> str:
     return f"llmservice:tokens:{name}:{datetime.fromtimestamp(now_s, UTC):%Y-%m}"
 
 
-@dataclass(slots=True)
-class Credits:
-    """Tokens that requests had reserved and did not use, by key, for as long as their minute counts them.
-
-    Where an answer became longer than was reserved, the credit is negative.
-    """
-
-    _entries: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
-
-    def add(self, name: str, tokens: int, until_s: float) -> None:
-        if tokens:
-            self._entries.setdefault(name, deque()).append((until_s, tokens))
-
-    def take(self, name: str, tokens: int, now_s: float) -> list[tuple[float, int]]:
-        """At most `tokens`, of the oldest first, with the times until which they can be put back."""
-        entries = self._entries.pop(name, deque())
-        taken: list[tuple[float, int]] = []
-        for until_s, amount in entries:
-            if until_s <= now_s:
-                continue
-            part = min(amount, max(0, tokens))
-            if part:
-                taken.append((until_s, part))
-                tokens -= part
-            self.add(name, amount - part, until_s)
-        return taken
-
-
 @dataclass(slots=True, kw_only=True)
 class Reservation:
     """What a request has been granted; `settle` it once, when it has ended."""
 
-    headers: Mapping[str, str]
+    headers: dict[str, str] = field(default_factory=dict)
     """x-ratelimit-*, as OpenAI has them."""
     _limiter: Limiter
     _counters: Counters
     _key: Key
     _tokens: int
-    _reserved_s: float
-    _lease: str | None
     _budget: str | None
-    _spent: int
+    _lease: str | None = None
+    _spent: int = 0
     """Tokens that are counted against the budget."""
+    _minute: int | None = None
+    """In which the tokens are counted."""
 
     async def settle(self, used: int | None) -> None:
         """`used` tokens; None: unknown, then what was reserved counts."""
@@ -278,8 +281,7 @@ class Limiter:
         self._shared = shared
         self._replicas = replicas
         self._clock = clock
-        self._local = LocalCounters()
-        self._credits = Credits()
+        self._local = LocalCounters(clock)
         self._down_until_s: float | None = None  # Redis cannot be reached, and is tried again then
 
     @property
@@ -336,71 +338,37 @@ class Limiter:
             self._down_until_s = None
 
     async def _reserve(self, counters: Counters, key: Key, tokens: int, parts: int) -> Reservation:
-        now_s = self._clock()
-        lease = await _lease(counters, key, parts)
-        budget = None if key.policy.monthly_tokens is None else budget_key(key.name, now_s)
-        spent = 0
+        now_s, policy = self._clock(), key.policy
+        budget = None if policy.monthly_tokens is None else budget_key(key.name, now_s)
+        reservation = Reservation(_limiter=self, _counters=counters, _key=key, _tokens=tokens, _budget=budget)
         try:
+            reservation._lease = await _lease(counters, key, parts)
             if budget is not None and isinstance(counters, SharedCounters):
-                spent = await _spend(counters, key, budget, tokens, now_s)
-            headers = await self._count(counters, key, tokens, parts, now_s)
+                reservation._spent = await _spend(counters, key, budget, tokens, now_s)
+            if (limit := _share(policy.tokens_per_minute, parts)) is not None:
+                window = await _hit(counters, "tokens", key, tokens, limit, parts)
+                reservation._minute = window.minute
+                reservation.headers |= _headers("tokens", limit, window)
+            if (limit := _share(policy.requests_per_minute, parts)) is not None:
+                window = await _hit(counters, "requests", key, 1, limit, parts)
+                reservation.headers |= _headers("requests", limit, window)
         except BaseException as error:
             if not isinstance(error, _UNREACHABLE):  # else the lease expires
-                await self._give_back(counters, key, lease, budget, -spent)
+                await self.settle(reservation, 0)
             raise
-        return Reservation(
-            headers=headers,
-            _limiter=self,
-            _counters=counters,
-            _key=key,
-            _tokens=tokens,
-            _reserved_s=now_s,
-            _lease=lease,
-            _budget=budget,
-            _spent=spent,
-        )
-
-    async def _count(self, counters: Counters, key: Key, tokens: int, parts: int, now_s: float) -> dict[str, str]:
-        """Count the request and its tokens in their minutes; returns the headers. Raises LimitError."""
-        name, policy = key.name, key.policy
-        headers: dict[str, str] = {}
-        if (limit := _share(policy.tokens_per_minute, parts)) is not None:
-            credit = self._credits.take(name, tokens, now_s)
-            cost = tokens - sum(amount for _, amount in credit)
-            try:
-                headers |= await _hit(counters, "tokens", key, cost, limit, tokens, parts)
-            except BaseException:
-                for until_s, amount in credit:
-                    self._credits.add(name, amount, until_s)
-                raise
-        if (limit := _share(policy.requests_per_minute, parts)) is not None:
-            try:
-                headers |= await _hit(counters, "requests", key, 1, limit, 1, parts)
-            except BaseException:
-                if policy.tokens_per_minute is not None:  # which were counted, for the key's next request
-                    self._credits.add(name, tokens, now_s + MINUTE_S)
-                raise
-        return headers
+        return reservation
 
     async def settle(self, reservation: Reservation, used: int | None) -> None:
-        """A reservation's request has ended."""
-        key, used = reservation._key, reservation._tokens if used is None else used
-        if key.policy.tokens_per_minute is not None:
-            self._credits.add(key.name, reservation._tokens - used, reservation._reserved_s + MINUTE_S)
-        missing = used - reservation._spent
-        await self._give_back(reservation._counters, key, reservation._lease, reservation._budget, missing)
-
-    async def _give_back(
-        self, counters: Counters, key: Key, lease: str | None, budget: str | None, tokens: int
-    ) -> None:
-        """Release a lease, and count `tokens` against a budget, or fewer. What Redis does not hear of now, it does
-        later.
-        """
+        """A reservation's request has ended. What Redis does not hear of a budget now, it does later."""
+        counters, key, budget = reservation._counters, reservation._key, reservation._budget
+        used = reservation._tokens if used is None else used
         if budget is not None and self._shared is not None:
-            self._shared.owe(budget, tokens)
+            self._shared.owe(budget, used - reservation._spent)
         try:
-            if lease is not None:
-                await counters.release(key.name, lease)
+            if reservation._lease is not None:
+                await counters.release(key.name, reservation._lease)
+            if reservation._minute is not None and used != reservation._tokens:
+                await counters.correct(f"{key.name}/tokens", reservation._minute, used - reservation._tokens)
             if budget is not None and self._shared is not None and self.counts_together:
                 await self._shared.post()
         except _UNREACHABLE as error:
@@ -431,14 +399,12 @@ async def _spend(counters: SharedCounters, key: Key, budget: str, tokens: int, n
     raise LimitError("monthly_tokens", message, _until_next_month(now_s), {})
 
 
-async def _hit(
-    counters: Counters, what: str, key: Key, cost: int, limit: int, asked: int, parts: int
-) -> dict[str, str]:
-    """Count in a minute; returns the headers. Raises LimitError."""
-    name = f"{key.name}/{what}"
-    if cost > 0 and not await counters.hit(name, limit, cost):
-        raise _refusal(what, key, await counters.window(name, limit), cost, limit, asked, parts)
-    return _headers(what, limit, await counters.window(name, limit))
+async def _hit(counters: Counters, what: str, key: Key, cost: int, limit: int, parts: int) -> Window:
+    """Count in a minute. Raises LimitError."""
+    allowed, window = await counters.hit(f"{key.name}/{what}", cost, limit)
+    if not allowed:
+        raise _refusal(what, key, window, cost, limit, parts)
+    return window
 
 
 def _share(limit: int | None, parts: int) -> int | None:
@@ -446,16 +412,16 @@ def _share(limit: int | None, parts: int) -> int | None:
     return None if limit is None else max(1, limit // parts)
 
 
-def _refusal(what: str, key: Key, window: Window, cost: int, limit: int, asked: int, parts: int) -> LimitError:
+def _refusal(what: str, key: Key, window: Window, cost: int, limit: int, parts: int) -> LimitError:
     where = "" if parts == 1 else f" at this gateway, 1/{parts} of its limit"
     if cost > limit:
         message = (
-            f"The request asks for {asked} tokens (prompt and max_tokens), and the API key {key.name} may use {limit} "
+            f"The request asks for {cost} tokens (prompt and max_tokens), and the API key {key.name} may use {limit} "
             f"in a minute{where}: lower max_tokens or shorten the prompt."
         )
         return LimitError("tokens", message, None, _headers(what, limit, window))
     wait_s = max(1, math.ceil(window.wait_s(cost, limit)))
-    asks = f", this request asks for {asked}" if what == "tokens" else ""
+    asks = f", this request asks for {cost}" if what == "tokens" else ""
     message = (
         f"The API key {key.name} may use {limit} {what} in a minute{where}: {window.used} are used{asks}. "
         f"Try again in {wait_s} s."

@@ -14,9 +14,10 @@ import pytest
 from llmservice_gateway.keys import Key, Policy
 from llmservice_gateway.limits import (
     MINUTE_S,
-    Credits,
+    Counters,
     Limiter,
     LimitError,
+    LocalCounters,
     Reservation,
     SharedCounters,
     Window,
@@ -46,13 +47,13 @@ async def admitted(limiter: Limiter, of: Key, tokens: int = 1) -> bool:
 @pytest.mark.parametrize(
     ("window", "cost", "limit", "used", "wait_s"),
     [
-        (Window(0, 0, 0, 0), 1, 10, 0, 0),
-        (Window(0, 0, 9, 100), 1, 10, 9, 0),
-        (Window(0, 0, 10, 100), 1, 10, 10, 40 + 6),  # the next window begins in 40 s, and a tenth of it must pass
-        (Window(0, 0, 10, 120), 10, 10, 10, 60 + 60),
-        (Window(10, 30, 5, 90), 1, 10, 10, 30 - 24),  # 4 of 10 are left of the earlier window after 6 s
-        (Window(10, 60, 0, 120), 10, 10, 10, 60),
-        (Window(10, 30, 0, 90), 5, 10, 5, 0),
+        (Window(7, 0, 0, 60), 1, 10, 0, 0),
+        (Window(7, 0, 9, 40), 1, 10, 9, 0),
+        (Window(7, 0, 10, 40), 1, 10, 10, 40 + 6),  # the next window begins in 40 s, and a tenth of it must pass
+        (Window(7, 0, 10, 60), 10, 10, 10, 60 + 60),
+        (Window(7, 10, 5, 30), 1, 10, 10, 30 - 24),  # 4 of 10 are left of the earlier window after 6 s
+        (Window(7, 10, 0, 60), 10, 10, 10, 60),
+        (Window(7, 10, 0, 30), 5, 10, 5, 0),
     ],
 )
 def test_a_window_tells_what_is_used_and_how_long_to_wait(
@@ -60,23 +61,6 @@ def test_a_window_tells_what_is_used_and_how_long_to_wait(
 ) -> None:
     assert window.used == used
     assert window.wait_s(cost, limit) == pytest.approx(wait_s)
-
-
-def test_credits_are_spent_oldest_first_and_end_with_their_minute() -> None:
-    credit = Credits()
-    credit.add("alice", 10, until_s=60)
-    credit.add("alice", 5, until_s=70)
-    credit.add("bob", 99, until_s=70)
-    assert credit.take("alice", 12, now_s=50) == [(60, 10), (70, 2)]
-    assert credit.take("alice", 12, now_s=69) == [(70, 3)]
-    assert credit.take("alice", 12, now_s=69) == []
-    assert credit.take("bob", 12, now_s=70) == []
-
-
-def test_an_answer_longer_than_reserved_is_charged_to_the_next_request() -> None:
-    credit = Credits()
-    credit.add("alice", -7, until_s=60)
-    assert credit.take("alice", 3, now_s=1) == [(60, -7)]
 
 
 async def test_a_key_without_limits_is_never_refused() -> None:
@@ -101,7 +85,7 @@ async def test_requests_beyond_the_limit_are_refused_with_the_time_to_wait() -> 
     assert await admitted(limiter, Key("bob", limited.policy))
 
 
-async def test_unused_tokens_are_credited_to_the_next_request() -> None:
+async def test_unused_tokens_are_given_back() -> None:
     limiter = Limiter()
     limited = key(tokens_per_minute=100)
     first = await limiter.admit(limited, 90)
@@ -109,6 +93,44 @@ async def test_unused_tokens_are_credited_to_the_next_request() -> None:
     await first.settle(30)  # 60 were reserved for nothing
     assert await admitted(limiter, limited, 70)  # 60 of them, and 10 of the limit
     assert not await admitted(limiter, limited, 1)
+
+
+async def test_unused_tokens_do_not_count_in_the_next_minute_either() -> None:
+    now_s = NOVEMBER_S
+    limiter = Limiter(clock=lambda: now_s)
+    for _ in range(5):
+        reservation = await limiter.admit(key(tokens_per_minute=5000), 4200)
+        await reservation.settle(220)
+        now_s += 61
+
+
+async def test_tokens_are_given_back_to_the_minute_that_counted_them() -> None:
+    now_s = NOVEMBER_S
+    limiter = Limiter(clock=lambda: now_s)
+    limited = key(tokens_per_minute=100)
+    first = await limiter.admit(limited, 100)
+    now_s += MINUTE_S
+    assert not await admitted(limiter, limited, 10)
+    await first.settle(0)
+    second = await limiter.admit(limited, 100)
+    now_s += 2 * MINUTE_S
+    third = await limiter.admit(limited, 100)
+    await second.settle(0)  # its minute no longer counts
+    assert not await admitted(limiter, limited, 1)
+    await third.settle(99)
+    assert await admitted(limiter, limited, 1)
+
+
+async def test_after_an_answer_longer_than_reserved_a_request_has_to_wait() -> None:
+    limiter = Limiter(clock=lambda: NOVEMBER_S)
+    limited = key(tokens_per_minute=1000)
+    first = await limiter.admit(limited, 266)
+    await first.settle(2010)
+    refused = await outcome(limiter, limited, 30)
+    assert isinstance(refused, LimitError)
+    assert refused.retry_after_s == 92  # the next minute, until 970 of the 2010 tokens are left of this one
+    assert "2010 are used, this request asks for 30. Try again in 92 s." in refused.message
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
 
 
 async def test_a_request_whose_usage_is_unknown_counts_as_reserved() -> None:
@@ -223,6 +245,34 @@ async def test_three_gateways_exceed_the_tokens_of_a_minute_by_at_most_one_reque
 
     total = sum(await asyncio.gather(*map(client, limiters * 2)))
     assert 20_000 - 6 * reserved <= total <= 20_000 + 3 * reserved  # each client leaves when it is first refused
+
+
+@pytest.mark.slow
+async def test_tokens_that_one_gateway_gives_back_are_free_at_all(gateways: Any) -> None:
+    first, second = gateways(2)
+    limited = key(tokens_per_minute=5000)
+    reservation = await first.admit(limited, 4200)
+    assert not await admitted(second, limited, 1000)
+    await reservation.settle(220)
+    assert await admitted(second, limited, 4700)
+    assert not await admitted(first, limited, 500)
+
+
+@pytest.fixture(params=["local", pytest.param("redis", marks=pytest.mark.slow)])
+def counters(request: pytest.FixtureRequest) -> Counters:
+    if request.param == "local":
+        return LocalCounters(lambda: NOVEMBER_S)
+    (limiter,) = request.getfixturevalue("gateways")(1)
+    shared: Counters = limiter._shared
+    return shared
+
+
+async def test_a_corrected_count_is_of_its_minute_and_never_below_zero(counters: Counters) -> None:
+    _, window = await counters.hit("alice", 50, 100)
+    await counters.correct("alice", window.minute - 5, 40)
+    await counters.correct("alice", window.minute, -99)
+    assert (await counters.hit("alice", 90, 100))[0]
+    assert not (await counters.hit("alice", 20, 100))[0]
 
 
 @pytest.mark.slow
