@@ -16,9 +16,13 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import yaml
 from kubernetes.aio import client, config
 from kubernetes.aio.client import ApiException
 from kubernetes.aio.watch import Watch
+
+# What the client raises, beside ConfigException, for a file that cannot be read or is no kubeconfig.
+_KUBECONFIG_ERRORS = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, KeyError)
 
 
 class KubernetesAPI:
@@ -41,9 +45,15 @@ class KubernetesAPI:
         if not kubeconfig and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         else:
-            await config.load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=kubeconfig, client_configuration=configuration
-            )
+            try:
+                await config.load_kube_config(  # type: ignore[no-untyped-call]
+                    config_file=kubeconfig, client_configuration=configuration
+                )
+            except _KUBECONFIG_ERRORS as error:
+                reason = " ".join(str(error).split())
+                raise config.ConfigException(
+                    f"the kubeconfig {kubeconfig or '~/.kube/config'} cannot be used, correct it ({reason})"
+                ) from error
         # Each Watch creates a client; without this default it would load the system's CAs, which takes 35 ms.
         client.Configuration.set_default(configuration)
         return cls(configuration)

@@ -134,11 +134,13 @@ def _context_namespace(context: str | None) -> str:
     """The namespace that the kubeconfig's context names; `default` where it names none, or where there is no file."""
     from kubernetes.aio.config import ConfigException, list_kube_config_contexts
 
+    from llmservice_operator.cluster.kube_client import KUBECONFIG_ERRORS
+
     try:
         contexts, active = list_kube_config_contexts(  # type: ignore[no-untyped-call]
             os.environ.get("KUBECONFIG")
         )
-    except (ConfigException, TypeError):
+    except (ConfigException, *KUBECONFIG_ERRORS):  # which connecting reports
         return "default"
     chosen = next((one for one in contexts if one["name"] == context), None) if context else active
     return str(((chosen or {}).get("context") or {}).get("namespace") or "default")

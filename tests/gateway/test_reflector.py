@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from kubernetes.aio.config import ConfigException
 
-from llmservice_gateway.reflector import Reflector
+from llmservice_gateway.reflector import KubernetesAPI, Reflector
 
 
 def item(name: str, **fields: Any) -> dict[str, Any]:
@@ -202,3 +204,16 @@ async def test_change_is_announced_after_the_cache_holds_it(api: Any, cluster: A
     await eventually(lambda: seen == [set(), {"a"}])
     task.cancel()
     await asyncio.wait([task])
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"\xff\xfe", b"a", None], ids=["YAML", "list", "UTF-8", "text", "folder"]
+)
+async def test_unusable_kubeconfig_is_named(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.mkdir() if content is None else kubeconfig.write_bytes(content)
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    with pytest.raises(ConfigException, match=f"the kubeconfig {kubeconfig} cannot be used"):
+        await KubernetesAPI.connect()

@@ -84,6 +84,20 @@ async def test_an_unknown_context_is_reported(kubeconfig: Path, capsys: Any) -> 
     assert "no way to the API server" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"\xff\xfe", b"a", None], ids=["YAML", "list", "UTF-8", "text", "folder"]
+)
+def test_an_unusable_kubeconfig_is_one_sentence(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.mkdir() if content is None else kubeconfig.write_bytes(content)
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    assert main(["explain", "tiny"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"no way to the API server: the kubeconfig {kubeconfig} cannot be used, correct it (" in line
+
+
 async def test_kubectl_finds_the_same_command(
     service: KubeClient, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

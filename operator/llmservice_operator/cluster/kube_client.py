@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+import yaml
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
@@ -40,6 +41,9 @@ _LONGEST_RETRY_AFTER_S = 120.0
 APPLY = "application/apply-patch+yaml"
 JSON = "application/json"
 _MERGE = "application/merge-patch+json"
+
+KUBECONFIG_ERRORS = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, KeyError)
+"""What the client raises, beside ConfigException, for a file that cannot be read or is no kubeconfig."""
 
 
 class KubeError(Exception):
@@ -290,9 +294,16 @@ async def load_configuration(context: str | None = None) -> Any:
             client_configuration=configuration
         )
     else:
-        await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
-        )
+        path = os.environ.get("KUBECONFIG")
+        try:
+            await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+                config_file=path, context=context, client_configuration=configuration
+            )
+        except KUBECONFIG_ERRORS as error:
+            reason = " ".join(str(error).split())
+            raise kubernetes_config.ConfigException(
+                f"the kubeconfig {path or '~/.kube/config'} cannot be used, correct it ({reason})"
+            ) from error
     # Otherwise the client reads netrc and the environment before every request, in a thread.
     configuration.client_session_kwargs = {"trust_env": False}
     configuration.connection_pool_maxsize = 0  # watches keep theirs; the queue limits the requests
