@@ -11,7 +11,7 @@ from typing import Any
 
 from llmservice_local.api.store import Store
 from llmservice_local.errors import ApiError, FieldError, already_exists, bad_request, conflict, invalid, not_found
-from llmservice_local.kinds.apply import Manager, apply, owners_after_update, read_owners, with_owners
+from llmservice_local.kinds.apply import Manager, apply, check_typed, owners_after_update, read_owners, with_owners
 from llmservice_local.kinds.builtin_rules import exceeded_quota
 from llmservice_local.kinds.catalogue import Kind, Kinds, scale_of, scaled
 from llmservice_local.kinds.crd import CLEANUP_FINALIZER, established, kinds_of
@@ -243,6 +243,8 @@ class Registry:
             raise not_found(kind.plural, kind.group, name)
         body = identified(kind, namespace, name, body)
         strategy = self.strategy(kind)
+        if not kind.custom:
+            check_typed(body, strategy.schema)
         refuse_unknown(kind, strategy.decode(body)[1], options.field_validation)
         reserved = {"status"} if kind.has_status and subresource != "status" else set()
         if subresource == "status":

@@ -19,6 +19,7 @@ from llmservice_local.errors import ApiError
 from llmservice_local.kinds.schema import (
     Schema,
     canonical,
+    declares,
     field_schema,
     is_atomic_map,
     is_set,
@@ -69,6 +70,37 @@ def from_fields_v1(fields: Mapping[str, Any], prefix: Path = ()) -> Iterator[Pat
             yield (*prefix, step)
         else:
             yield from from_fields_v1(below, (*prefix, step))
+
+
+def check_typed(applied: Object, schema: Schema) -> None:
+    """Raise the API server's error for fields that the schema lacks and items with the same key: it has status 500."""
+    errors = list(_untyped(applied, schema, ""))
+    if not errors:
+        return
+    metadata = applied["metadata"]
+    name = "/".join(filter(None, (metadata.get("namespace"), metadata["name"])))
+    what = f"{name}; {applied['apiVersion']}, Kind={applied['kind']}"
+    listed = errors[0] if len(errors) == 1 else "\n".join(["errors:", *(f"  {error}" for error in errors)])
+    raise ApiError(500, "", f"failed to create typed patch object ({what}): {listed}")
+
+
+def _untyped(value: Any, schema: Schema, path: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            at = f"{path}.{name}"
+            if declares(schema, name):
+                yield from _untyped(child, field_schema(schema, name), at)
+            else:
+                yield f"{at}: field not declared in schema"
+    elif isinstance(value, list):
+        keys, below = map_keys(schema), item_schema(schema)
+        seen: set[str] = set()
+        for index, item in enumerate(value):
+            key = dotted(("k:" + item_key(item, keys, below),)) if keys else f"[{index}]"
+            if key in seen:
+                yield f"{path}: duplicate entries for key {key}"
+            seen.add(key)
+            yield from _untyped(item, below, path + key)
 
 
 def is_item_key(path: Path) -> bool:

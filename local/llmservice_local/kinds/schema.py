@@ -32,6 +32,13 @@ def field_schema(schema: Schema, name: str) -> Schema:
     return additional if isinstance(additional, dict) else ANY
 
 
+def declares(schema: Schema, name: str) -> bool:
+    """Whether an object may have the field."""
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        return True
+    return name in (schema.get("properties") or {}) or bool(schema.get("additionalProperties"))
+
+
 def item_schema(schema: Schema) -> Schema:
     """The schema of a list's items."""
     found = schema.get("items")

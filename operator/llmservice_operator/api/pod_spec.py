@@ -15,6 +15,9 @@ Passed = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
 _NAME = {"type": "string", "maxLength": 63, "pattern": _LABEL, "description": "Its name within the pod."}
 Named = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT | {"properties": {"name": _NAME}})]
 """Passed unchanged; rules check its name."""
+_MOUNT_PATH = {"type": "string", "maxLength": 1024, "description": "Where the container sees the volume."}
+Mounted = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT | {"properties": {"mountPath": _MOUNT_PATH}})]
+"""Passed unchanged; a rule checks its path."""
 CountOrPercent = Annotated[
     int | str,
     WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": "^[0-9]{1,3}%$", "minimum": 0, "maxLength": 4}),
@@ -108,6 +111,12 @@ MANAGED_FLAGS = (
 """Flags that the operator sets: `server_args` in children/deployment.py, from other fields of the spec."""
 _SETS = "arg == flag || arg.startsWith(flag + '=')"
 _VOLUMES = ["models", "tmp", "cache", "shm", "adapter-list", "adapters", "gateway-keys"]
+MANAGED_MOUNTS = [
+    "/models", "/tmp", "/cache", "/dev/shm", "/compiled-kernels", "/adapters",  # noqa: S108 - paths in a pod
+    "/etc/llmservice/adapters", "/etc/llmservice/gateway",
+]  # fmt: skip
+"""Where the operator mounts volumes into the server's container."""
+_IS_MOUNTED = f"one.mountPath in {MANAGED_MOUNTS}"
 
 
 class PodTemplate(SchemaModel):
@@ -124,6 +133,10 @@ class PodTemplate(SchemaModel):
             (
                 f"!has(self.volumes) || self.volumes.all(one, has(one.name) && !(one.name in {_VOLUMES}))",
                 f"each of volumes needs a name, and {', '.join(_VOLUMES)} are taken",
+            ),
+            (
+                f"!has(self.volumeMounts) || self.volumeMounts.all(one, has(one.mountPath) && !({_IS_MOUNTED}))",
+                f"each of volumeMounts needs a mountPath, and {', '.join(MANAGED_MOUNTS)} are taken",
             ),
         )
     )
@@ -144,7 +157,7 @@ class PodTemplate(SchemaModel):
     volumes: list[Named] = Field(
         default_factory=list, max_length=16, description="More volumes of the pod, in Kubernetes' own shape."
     )
-    volume_mounts: list[Passed] = Field(
+    volume_mounts: list[Mounted] = Field(
         default_factory=list, max_length=16, description="Where the server's container mounts them."
     )
     sidecars: list[Named] = Field(
@@ -174,6 +187,7 @@ class PodTemplate(SchemaModel):
         max_length=64,
         description="Environment variables added to the server's container; proxies and CAs also to the download's."
         " Secrets need the Namespace's annotation; proxies, CAs, LD_* and the like the chart's operator.allowedEnv.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     image_pull_secrets: list[PullSecret] = Field(
         default_factory=list, max_length=8, description="Secrets that the server's image is pulled with."

@@ -17,6 +17,8 @@ from llmservice_operator.pods.pod import Trouble
 
 _REFUSED = frozenset({400, 403, 422})
 """The same request would get the same answer: it is reported in the status instead of being retried at once."""
+_NOT_TYPED = "failed to create typed patch object"
+"""The API server answers unknown fields and duplicate keys of an apply with status 500 and this message."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 5.0, 300.0
 
 
@@ -69,7 +71,7 @@ class Applier:
         try:
             trouble = await (self._keep if child.wanted else self._remove)(child, owner_uid)
         except KubeError as error:
-            if error.status not in _REFUSED:
+            if not _is_refusal(error):
                 raise
             refused = Trouble("ApplyFailed", str(error))
             self._backoff.add(child, before, generation, refused)
@@ -113,6 +115,10 @@ class Applier:
             present = await self._get(child)
         if present is not None and owned_by(present, owner_uid):
             await self._client.delete_child(child.kind, *child.key[1:], uid=present["metadata"]["uid"])
+
+
+def _is_refusal(error: KubeError) -> bool:
+    return error.status in _REFUSED or (error.status == 500 and _NOT_TYPED in str(error))
 
 
 def owned_by(manifest: Manifest, owner_uid: str) -> bool:

@@ -9,6 +9,7 @@ from llmservice_local.kinds.apply import (
     Manager,
     Owners,
     apply,
+    check_typed,
     fields_of,
     from_fields_v1,
     owners_after_update,
@@ -165,3 +166,19 @@ def test_item_that_another_manager_edited_loses_only_the_applied_fields() -> Non
     owners = owners_after_update(live, edited, SCHEMA, owners, EDITOR)
     merged, _ = apply(edited, deployment(1), SCHEMA, owners, OPERATOR, force=False)
     assert merged == deployment(1, {"name": "a", "workingDir": "/"})
+
+
+def test_an_apply_of_unknown_fields_and_of_two_items_with_one_key_is_the_servers_error() -> None:
+    container = {"name": "a", "resorces": {}, "args": ["x", "x"], "env": [{"name": "A"}, {"name": "A"}]}
+    applied = {"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, container, app="web")}
+
+    with pytest.raises(ApiError) as refused:
+        check_typed(applied, SCHEMA)
+
+    at = '.spec.template.spec.containers[name="a"]'
+    assert refused.value.code == 500
+    assert str(refused.value).splitlines() == [
+        "failed to create typed patch object (web; apps/v1, Kind=Deployment): errors:",
+        f"  {at}.resorces: field not declared in schema",
+        f'  {at}.env: duplicate entries for key [name="A"]',
+    ]

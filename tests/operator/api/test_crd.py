@@ -205,6 +205,16 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"podTemplate": {"extraArgs": ["--model", "x"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"podTemplate": {"sidecars": [{"name": "server", "image": "x"}]}}, "spec.podTemplate", "server and fetch are"),
         ({"podTemplate": {"volumes": [{"name": "tmp", "emptyDir": {}}]}}, "spec.podTemplate", "models, tmp, cache"),
+        (
+            {"podTemplate": {"volumeMounts": [{"name": "v", "mountPath": "/tmp"}]}},
+            "spec.podTemplate",
+            "each of volumeMounts needs a mountPath, and /models, /tmp",
+        ),
+        (
+            {"podTemplate": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
+            "spec.podTemplate.env[1]",
+            "Duplicate",
+        ),
         ({"podTemplate": {"volumes": [{"name": "Bad_Name"}]}}, "spec.podTemplate.volumes[0].name", "Bad_Name"),
         ({"podTemplate": {"disruptionBudget": {}}}, "spec.podTemplate.disruptionBudget", "maxUnavailable or minAvail"),
         ({"podTemplate": {"resourceClaims": [{"name": "a"}]}}, "spec.podTemplate.resourceClaims[0]", "not both"),

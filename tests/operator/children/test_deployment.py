@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from llmservice_operator.api.pod_spec import MANAGED_FLAGS
+from llmservice_operator.api.pod_spec import MANAGED_FLAGS, MANAGED_MOUNTS
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Engine, LLMServiceSpec
 from llmservice_operator.children.deployment import expected_deployment, server_args, startup_budget
@@ -69,6 +69,15 @@ def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, siz
     used |= {arg for arg in gateway_key_args(on_cpu) if arg.startswith("--")}
 
     assert used == set(MANAGED_FLAGS)
+
+
+def test_volume_mounts_can_have_no_path_that_the_operator_mounts(service_of: Any, sized: Sized, model: Model) -> None:
+    service = service_of(model={"uri": "hf://org/tiny", "cache": {"claimName": "cache"}}, engine={"maxLoras": 1})
+    found = replace(sized, model=replace(model, location=LOCATIONS["hf"]))
+
+    spec = expected_deployment(service, found, 1, "img:1", signed=True)["spec"]["template"]["spec"]
+
+    assert {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]} == set(MANAGED_MOUNTS)
 
 
 def test_prefix_caching_is_on_and_swap_space_zero_by_default(service_of: Any, sized: Sized) -> None:
@@ -159,14 +168,14 @@ def test_writable_volumes_have_a_size_limit(service_of: Any, sized: Sized) -> No
 
 
 def test_the_pod_template_of_the_spec_reaches_the_pods(service_of: Any, sized: Sized) -> None:
-    secret = {"name": "adapters", "secret": {"secretName": "adapters"}}
+    secret = {"name": "certificates", "secret": {"secretName": "certificates"}}
     sidecar = {"name": "log-shipper", "image": "shipper:1"}
     template = {
         "image": "mirror.example/server:1",
         "extraArgs": ["--batch-share=0.2"],
         "envFrom": [{"configMapRef": {"name": "site"}}],
         "volumes": [secret],
-        "volumeMounts": [{"name": "adapters", "mountPath": "/adapters", "readOnly": True}],
+        "volumeMounts": [{"name": "certificates", "mountPath": "/certificates", "readOnly": True}],
         "sidecars": [sidecar],
         "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}],
     }
@@ -177,7 +186,7 @@ def test_the_pod_template_of_the_spec_reaches_the_pods(service_of: Any, sized: S
     assert other == sidecar
     assert (server["image"], server["args"][-1]) == ("mirror.example/server:1", "--batch-share=0.2")
     assert server["envFrom"] == template["envFrom"]
-    assert server["volumeMounts"][-1] == {"name": "adapters", "mountPath": "/adapters", "readOnly": True}
+    assert server["volumeMounts"][-1] == template["volumeMounts"][0]
     assert spec["volumes"][-1] == secret
     assert spec["resourceClaims"] == template["resourceClaims"]
     assert server["resources"]["claims"] == [{"name": "gpu"}]

@@ -173,13 +173,46 @@ async def test_a_kind_whose_crd_is_missing_is_left_out(kube: KubeClient, childre
     assert await SyncedApplier(kube).apply(wanted, UID) == []
 
 
-async def test_a_refused_child_is_reported_with_the_servers_message(kube: KubeClient, children_of: ChildrenOf) -> None:
-    refused = children_of(networkPolicy={"from": [{}]})
+@pytest.mark.parametrize(
+    ("spec", "kind", "says"),
+    [
+        ({"networkPolicy": {"from": [{}]}}, "NetworkPolicy", "422 NetworkPolicy.networking.k8s.io"),
+        (
+            {"networkPolicy": {"to": [{"port": 80}]}},
+            "NetworkPolicy",
+            "500 failed to create typed patch object (team-a/tiny; networking.k8s.io/v1, Kind=NetworkPolicy): .spec",
+        ),
+        (
+            {"podTemplate": {"sidecars": [{"name": "shipper", "image": "x:1", "resorces": {}}]}},
+            "Deployment",
+            '.spec.template.spec.containers[name="shipper"].resorces: field not declared in schema',
+        ),
+        (
+            {"podTemplate": {"volumes": [{"name": "data", "emptyDir": {}}] * 2}},
+            "Deployment",
+            '.spec.template.spec.volumes: duplicate entries for key [name="data"]',
+        ),
+    ],
+)
+async def test_a_refused_child_is_reported_with_the_servers_message(
+    spec: dict[str, Any], kind: str, says: str, kube: KubeClient, children_of: ChildrenOf
+) -> None:
+    (refusal,) = await SyncedApplier(kube).apply(children_of(**spec), UID)
 
-    (refusal,) = await SyncedApplier(kube).apply(refused, UID)
+    assert (refusal.kind, refusal.trouble.reason) == (kind, "ApplyFailed")
+    assert says in refusal.trouble.message
 
-    assert (refusal.kind, refusal.trouble.reason) == ("NetworkPolicy", "ApplyFailed")
-    assert "must specify a peer" in refusal.trouble.message
+
+async def test_an_internal_error_of_the_api_server_is_not_taken_for_a_refusal(
+    kube: KubeClient, children_of: ChildrenOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise KubeError(500, "PATCH /apis/apps/v1/…: 500 etcdserver: request timed out")
+
+    monkeypatch.setattr(kube, "apply", fail)
+
+    with pytest.raises(KubeError, match="etcdserver"):
+        await SyncedApplier(kube).apply(children_of(), UID)
 
 
 async def test_a_refused_child_is_not_applied_at_every_tick(kube: KubeClient, children_of: ChildrenOf) -> None:
