@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,8 @@ from llmservice_operator.status.report import (
 )
 from llmservice_planner.prediction_error import Prediction
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_WINDOW_S = 60.0
 _SETTLING_S = 10.0
 """Kubernetes observes a change within milliseconds; after this time the status says that it does not."""
@@ -79,6 +82,10 @@ class Observation:
     @property
     def serving(self) -> list[Pod]:
         return [pod for pod in self.pods if pod.serves]
+
+
+class ChildrenError(Exception):
+    """No children can be made of the spec: a part that is passed to the pods has another shape than Kubernetes'."""
 
 
 @dataclass(slots=True)
@@ -336,7 +343,10 @@ class Reconciler:
             return [Refusal("Deployment", refused)]
         if decision.replicas < seen.current and load is not None:
             await self._set_deletion_costs(seen, load)
-        refusals = await self._apply_children(seen, load, predicted, decision.replicas)
+        try:
+            refusals = await self._apply_children(seen, load, predicted, decision.replicas)
+        except ChildrenError as error:
+            return [Refusal("Deployment", Trouble("InvalidSpec", str(error)))]
         dropped = image_volume_trouble(predicted.model.location, seen.deployment)
         return refusals if dropped is None else [*refusals, Refusal("Deployment", dropped)]
 
@@ -351,19 +361,32 @@ class Reconciler:
         inputs = ChildInputs(metadata.uid, metadata.generation, sized, replicas, public_keys)
         if self._in_sync.has(service.key, inputs):
             return []
-        children = expected_children(service, sized, replicas, self.server_image, self.peers, public_keys)
+        children = self._expected_children(service, sized, replicas, public_keys)
         if live is not None and _replaces_pods(children, live):
             blocks = measured_blocks(load, seen.pods, live) or _remembered_blocks(seen)
             sized = corrected(service.spec, predicted, given, blocks)
             if sized != inputs.sized:
                 inputs = replace(inputs, sized=sized)
-                children = expected_children(service, sized, replicas, self.server_image, self.peers, public_keys)
+                children = self._expected_children(service, sized, replicas, public_keys)
         refusals = await self.applier.apply(children, metadata.uid, metadata.generation)
         if refusals:
             self._in_sync.forget(service.key)
         else:
             self._in_sync.add(service.key, inputs, children)
         return refusals
+
+    def _expected_children(
+        self, service: LLMService, sized: Sized, replicas: int, public_keys: str | None
+    ) -> list[Child]:
+        """Raises ChildrenError, so that what the schema lets through is reported in the status."""
+        try:
+            return expected_children(service, sized, replicas, self.server_image, self.peers, public_keys)
+        except Exception as error:
+            logger.exception("%s/%s: no children can be made of the spec", *service.key)
+            raise ChildrenError(
+                f"no pod can be made of the spec ({type(error).__name__}: {error}): correct what is passed to it in"
+                " Kubernetes' own shape, in scheduling, podTemplate or networkPolicy"
+            ) from error
 
     async def _set_deletion_costs(self, seen: Observation, load: Load) -> None:
         """Kubernetes removes the pods with the lowest cost first: those with the fewest requests in flight."""

@@ -133,11 +133,12 @@ def _field(schema: Schema, definitions: dict[str, Schema]) -> Schema:
     """A property: an object without required fields defaults to the defaults of its fields.
 
     They are spelled out: the API server evaluates the CEL rules on the default as it is written, before it fills in
-    others.
+    others. An object that is passed to the pod unchanged has no default.
     """
     field = _structural(schema, definitions)
     optional_object = "anyOf" not in schema and field.get("type") == "object" and field.get("properties")
-    if optional_object and not field.get("required"):
+    is_open = field.get("x-kubernetes-preserve-unknown-fields")
+    if optional_object and not is_open and not field.get("required"):
         parts = field["properties"].items()
         field["default"] = {name: part["default"] for name, part in parts if "default" in part}
     return field

@@ -18,6 +18,25 @@ Named = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT | {"properties": {"
 _MOUNT_PATH = {"type": "string", "maxLength": 1024, "description": "Where the container sees the volume."}
 Mounted = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT | {"properties": {"mountPath": _MOUNT_PATH}})]
 """Passed unchanged; a rule checks its path."""
+
+
+def _with_field(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
+    return OPEN_OBJECT | {"properties": {name: {"description": description, **schema}}}
+
+
+_EXPRESSION = _with_field("key", {"type": "string", "maxLength": 317}, "The node's label.")
+_EXPRESSIONS = {"type": "array", "maxItems": 64, "items": _EXPRESSION}
+_TERM = _with_field("matchExpressions", _EXPRESSIONS, "What the labels of a node must be, all of it.")
+_REQUIRED = _with_field(
+    "nodeSelectorTerms", {"type": "array", "maxItems": 64, "items": _TERM}, "Alternatives, each with the GPU added."
+)
+_NODE_AFFINITY = _with_field(
+    "requiredDuringSchedulingIgnoredDuringExecution", _REQUIRED, "Which nodes the pods may run on."
+)
+Affinity = Annotated[
+    dict[str, Any], WithJsonSchema(_with_field("nodeAffinity", _NODE_AFFINITY, "By labels of the nodes."))
+]
+"""Passed unchanged, but for the GPU's labels, which are added to what is typed here."""
 CountOrPercent = Annotated[
     int | str,
     WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": "^[0-9]{1,3}%$", "minimum": 0, "maxLength": 4}),
@@ -48,7 +67,7 @@ class Scheduling(SchemaModel):
     tolerations: list[Toleration] = Field(
         default_factory=list, max_length=32, description="Taints that replicas tolerate, such as nvidia.com/gpu."
     )
-    affinity: Passed | None = Field(None, description="The pods' affinity, in Kubernetes' own shape.")
+    affinity: Affinity | None = Field(None, description="The pods' affinity, in Kubernetes' own shape.")
     priority_class_name: str | None = Field(None, max_length=253, description="PriorityClass of the pods.")
     runtime_class_name: str | None = Field(None, max_length=253, description="RuntimeClass of the pods.")
     topology_spread_constraints: list[Passed] = Field(

@@ -22,6 +22,7 @@ from llmservice_planner.command import main
 from llmservice_planner.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 POET = {"name": "poet", "uri": "hf://org/poet"}
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 EXAMPLES = [
@@ -203,6 +204,22 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"lanes": {"batchOrder": "lifo"}}, "spec.lanes.batchOrder", "Unsupported value"),
         ({"workload": "images"}, "spec.workload", "Unsupported value"),
         ({"podTemplate": {"extraArgs": ["--model", "x"]}}, "spec.podTemplate", "a flag that the operator sets"),
+        ({"scheduling": {"affinity": {"nodeAffinity": "gpu"}}}, "spec.scheduling.affinity.nodeAffinity", "object"),
+        ({"scheduling": {"affinity": {"nodeAffinity": {REQUIRED: []}}}}, f"nodeAffinity.{REQUIRED}", "object"),
+        (
+            {"scheduling": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": {}}}}}},
+            f"nodeAffinity.{REQUIRED}.nodeSelectorTerms",
+            "array",
+        ),
+        (
+            {
+                "scheduling": {
+                    "affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": ["a"]}]}}}
+                }
+            },
+            f"nodeAffinity.{REQUIRED}.nodeSelectorTerms[0].matchExpressions[0]",
+            "object",
+        ),
         ({"podTemplate": {"sidecars": [{"name": "server", "image": "x"}]}}, "spec.podTemplate", "server and fetch are"),
         ({"podTemplate": {"volumes": [{"name": "tmp", "emptyDir": {}}]}}, "spec.podTemplate", "models, tmp, cache"),
         (

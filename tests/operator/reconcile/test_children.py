@@ -146,6 +146,26 @@ async def test_no_pod_is_started_for_a_spec_that_cannot_work(
     assert reason in await world.events()
 
 
+async def test_a_spec_that_no_pod_can_be_made_of_is_reported_and_logged(
+    world: World, manifest_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a version whose CRD types less."""
+
+    def fail(*_: Any) -> None:
+        raise AttributeError("'list' object has no attribute 'get'")
+
+    monkeypatch.setattr("llmservice_operator.reconcile.expected_children", fail)
+    await world.create_service(manifest_of())
+
+    assert await world.run_pass()
+
+    ready, stalled = await world.condition("Ready"), await world.condition("Stalled")
+    assert (ready["status"], ready["reason"]) == ("False", "InvalidSpec")
+    assert "no pod can be made of the spec (AttributeError: 'list' object" in ready["message"]
+    assert (stalled["status"], stalled["reason"]) == ("True", "InvalidSpec")
+    assert "Traceback" in caplog.text
+
+
 async def test_a_bad_edit_leaves_the_running_pods_alone(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
