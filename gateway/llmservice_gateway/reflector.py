@@ -44,6 +44,8 @@ class KubernetesAPI:
         kubeconfig = os.environ.get("KUBECONFIG")
         if not kubeconfig and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            # No proxy: NO_PROXY has the cluster's addresses as networks, which aiohttp does not read.
+            configuration.client_session_kwargs = {"trust_env": False}
         else:
             try:
                 await config.load_kube_config(  # type: ignore[no-untyped-call]

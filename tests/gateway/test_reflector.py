@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from kubernetes.aio.client import Configuration
 from kubernetes.aio.config import ConfigException
 
 from llmservice_gateway.reflector import KubernetesAPI, Reflector
@@ -217,3 +218,22 @@ async def test_unusable_kubeconfig_is_named(
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     with pytest.raises(ConfigException, match=f"the kubeconfig {kubeconfig} cannot be used"):
         await KubernetesAPI.connect()
+
+
+async def test_a_pod_reaches_the_api_server_without_a_proxy(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenShift excepts the cluster by networks in NO_PROXY, as Go reads them."""
+
+    def load(client_configuration: Configuration) -> None:
+        client_configuration.host = cluster.url
+
+    monkeypatch.setattr("kubernetes.aio.config.load_incluster_config", load)
+    monkeypatch.setattr(Configuration, "set_default", lambda _: None)
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.0/8")
+
+    async with await KubernetesAPI.connect() as api:
+        answer = await api.get("/api/v1/pods", {}, timeout_s=5)
+
+    assert answer.status == 200

@@ -289,24 +289,24 @@ async def load_configuration(context: str | None = None) -> Any:
     A named context is read from the file.
     """
     configuration = kubernetes_client.Configuration()
+    # Otherwise the client reads netrc and the environment before every request, in a thread.
+    configuration.client_session_kwargs = {"trust_env": False}
+    configuration.connection_pool_maxsize = 0  # watches keep theirs; the queue limits the requests
     if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG") and not context:
         kubernetes_config.load_incluster_config(  # type: ignore[no-untyped-call]
             client_configuration=configuration
         )
-    else:
-        path = os.environ.get("KUBECONFIG")
-        try:
-            await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=path, context=context, client_configuration=configuration
-            )
-        except KUBECONFIG_ERRORS as error:
-            reason = " ".join(str(error).split())
-            raise kubernetes_config.ConfigException(
-                f"the kubeconfig {path or '~/.kube/config'} cannot be used, correct it ({reason})"
-            ) from error
-    # Otherwise the client reads netrc and the environment before every request, in a thread.
-    configuration.client_session_kwargs = {"trust_env": False}
-    configuration.connection_pool_maxsize = 0  # watches keep theirs; the queue limits the requests
+        return configuration  # no proxy: NO_PROXY has the cluster's addresses as networks, which Python does not read
+    path = os.environ.get("KUBECONFIG")
+    try:
+        await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=path, context=context, client_configuration=configuration
+        )
+    except KUBECONFIG_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise kubernetes_config.ConfigException(
+            f"the kubeconfig {path or '~/.kube/config'} cannot be used, correct it ({reason})"
+        ) from error
     configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
     return configuration
 

@@ -218,3 +218,20 @@ async def test_the_proxy_is_read_from_the_environment(
     Endpoint(server).write_kubeconfig(kubeconfig)
 
     assert (await load_configuration()).proxy == proxy
+
+
+async def test_a_pod_reaches_the_api_server_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenShift excepts the cluster by networks in NO_PROXY, as Go reads them."""
+
+    def load(client_configuration: Any) -> None:
+        client_configuration.host = "https://10.96.0.1:443"
+
+    monkeypatch.setattr("kubernetes.aio.config.load_incluster_config", load)
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "10.0.0.0/8,.svc")
+
+    configuration = await load_configuration()
+
+    assert (configuration.proxy, configuration.client_session_kwargs) == (None, {"trust_env": False})
