@@ -65,6 +65,7 @@ class Pod:
 
     uid: str
     created_s: float
+    scheduled_s: float | None = None
     replica: Replica | None = None
     ready: bool = False
     ready_since_s: float | None = None

@@ -48,8 +48,8 @@ class MeasuredStatus(SchemaModel):
 class PredictionStatus(SchemaModel):
     quantity: Literal["blocks", "weights", "itl", "ttft", "startup"] = Field(
         description="blocks: KV blocks of a pod. itl: a step that decodes. ttft: a step that computes prompts, which is"
-        " what a request of an idle pod waits for. startup: from a pod's creation until it is ready; predicted is the"
-        " P90 of the start-ups before."
+        " what a request of an idle pod waits for. startup: from the moment that a pod got a node until it is ready;"
+        " predicted is the P90 of the start-ups before."
     )
     predicted: float = Field(ge=0, description="By the planner, for what the pods computed.")
     measured: float = Field(ge=0, description="By the pods, since they started.")
@@ -200,7 +200,7 @@ class AutoscalingStatus(SchemaModel):
         None, ge=0, description="p99 time to first token over the window; absent without traffic."
     )
     startup_seconds: int | None = Field(
-        None, ge=0, description="Learned time (P90) from a pod's creation until it is ready."
+        None, ge=0, description="Learned time (P90) from the moment that a pod got a node until it is ready."
     )
     last_cold_start: ColdStartStatus | None = Field(
         None, description="How long the last start from zero took, and for what."

@@ -42,6 +42,8 @@ class Pod:
     ready: bool
     terminating: bool
     restarts: int = 0
+    scheduled_s: float | None = None
+    """When it was bound to a node; None before."""
     ready_since_s: float | None = None
     trouble: Trouble | None = None
     deletion_cost: str | None = None
@@ -90,6 +92,7 @@ def pod_of(manifest: Manifest) -> Pod:
         ready=ready.get("status") == "True",
         terminating=bool(metadata.get("deletionTimestamp")),
         restarts=sum(int(one.get("restartCount", 0)) for one in status.get("containerStatuses") or []),
+        scheduled_s=_since_s(conditions.get("PodScheduled", {})),
         ready_since_s=epoch(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else None,
         trouble=_trouble(status, conditions),
         fetching=any(
@@ -104,6 +107,12 @@ def pod_of(manifest: Manifest) -> Pod:
         fetch_began_s=_began_s(status.get("initContainerStatuses"), FETCH_CONTAINER),
         server_began_s=_began_s(status.get("containerStatuses"), CONTAINER),
     )
+
+
+def _since_s(condition: Mapping[str, Any]) -> float | None:
+    """Since when a condition is True; None where it is not."""
+    changed = condition.get("lastTransitionTime")
+    return epoch(changed) if changed and condition.get("status") == "True" else None
 
 
 def _began_s(containers: Iterable[Mapping[str, Any]] | None, name: str) -> float | None:

@@ -33,6 +33,8 @@ class Replica(Protocol):
     @property
     def created_s(self) -> float: ...
     @property
+    def scheduled_s(self) -> float | None: ...
+    @property
     def ready(self) -> bool: ...
     @property
     def ready_since_s(self) -> float | None: ...
@@ -56,22 +58,23 @@ class StartupTimes:
         self._observed_s: float | None = None
 
     def observe(self, pods: Sequence[Replica], now: float, steady_s: float) -> None:
-        """Learn from pods that are ready for the first time since their creation, and track the others' age.
+        """Learn from pods that are ready for the first time since they got a node, and track the others' age.
 
         `now` is the clock of the pods' timestamps, `steady_s` is monotonic. A pod's age is the time for which it was
-        observed, so that setting the clock makes no pod overdue. Only the age of pods that exist at the first
+        observed on a node, so that setting the clock makes no pod overdue. Only the age of pods that exist at the first
         observation is taken from their timestamps; of those that are ready by then the status is taken, which includes
-        them.
+        them. How long a pod waits for a node says nothing about the next one.
         """
         gap_s = None if self._observed_s is None else steady_s - self._observed_s
         observed_s = gap_s if gap_s is not None and 0 <= gap_s <= LONGEST_GAP_S else 0.0
         first = gap_s is None
-        ages = {pod.uid: max(0.0, now - pod.created_s) if first else 0.0 for pod in pods}
+        placed = [pod for pod in pods if not _unschedulable(pod)]
+        ages = {pod.uid: max(0.0, now - _began_s(pod)) if first else 0.0 for pod in placed}
         self._ages = {uid: self._ages[uid] + observed_s if uid in self._ages else age for uid, age in ages.items()}
         self._observed_s = steady_s
         for pod in pods:
             if pod.ready and pod.ready_since_s is not None and not pod.restarts and pod.uid not in self._samples:
-                took_s = max(0.0, pod.ready_since_s - pod.created_s)
+                took_s = max(0.0, pod.ready_since_s - _began_s(pod))
                 self._samples[pod.uid] = self._learned_s if first and self._learned_s is not None else took_s
         for surplus in list(self._samples)[:-_KEPT]:
             del self._samples[surplus]
@@ -104,7 +107,7 @@ class StartupTimes:
     def lead_s(self, starting: Sequence[Replica]) -> float:
         """How long a replica takes until it serves: as long as others did, or as those that are still starting."""
         usual_s = _USUAL_S if self.p90_s is None else self.p90_s
-        return max(SHORTEST_S, usual_s, *map(self.age_s, starting))
+        return min(max(SHORTEST_S, usual_s, *map(self.age_s, starting)), LONGEST_S)
 
 
 def _p90(seconds: Iterable[float]) -> float | None:
@@ -146,7 +149,7 @@ class Supply:
 def supply_of(deployment: Manifest | None, pods: Sequence[Replica], startup: StartupTimes) -> Supply:
     """Starting pods count for the time that one takes to start; those that no node has room for keep counting."""
     starting = [pod for pod in pods if not pod.ready and not pod.terminating]
-    overdue = [pod for pod in starting if startup.overdue(pod) and not _unschedulable(pod)]
+    overdue = [pod for pod in starting if startup.overdue(pod)]
     denied, lead_s = pods_denied(deployment), startup.lead_s(starting)
     return Supply(
         replicas=int((deployment or {}).get("spec", {}).get("replicas", 0)),
@@ -157,6 +160,10 @@ def supply_of(deployment: Manifest | None, pods: Sequence[Replica], startup: Sta
         ahead_s=sum(max(startup.age_s(pod), lead_s - _GROWTH_S) for pod in starting if pod not in overdue),
         trouble=denied.reason if denied else next((reason for pod in starting if (reason := _trouble(pod))), None),
     )
+
+
+def _began_s(pod: Replica) -> float:
+    return pod.created_s if pod.scheduled_s is None else pod.scheduled_s
 
 
 def _unschedulable(pod: Replica) -> bool:

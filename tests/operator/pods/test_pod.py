@@ -125,6 +125,15 @@ def test_only_a_ready_pod_that_stays_serves() -> None:
     assert not pod_of(leaving).serves
 
 
+@pytest.mark.parametrize(("status", "after_s"), [("True", 20), ("False", None)])
+def test_a_pod_is_scheduled_since_it_has_a_node(status: str, after_s: float | None) -> None:
+    condition = {"type": "PodScheduled", "status": status, "lastTransitionTime": "2026-01-01T00:00:20Z"}
+
+    pod = pod_of(manifest(conditions=[condition]))
+
+    assert (pod.scheduled_s and pod.scheduled_s - pod.created_s) == after_s
+
+
 def test_pods_that_ended_for_good_do_not_count() -> None:
     assert pods_of([manifest(phase="Failed"), manifest(phase="Succeeded")]) == []
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from llmservice_operator.pods.pod import Pod
+from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.scaling.supply import LONGEST_S, SHORTEST_S, UNKNOWN_S, OverloadTimer, StartupTimes, supply_of
 
 
@@ -45,6 +45,37 @@ def test_a_restart_resumes_the_time_in_the_status(pod_named: Callable[..., Pod])
     times.observe(started(pod_named, 30), 2000, 0)
 
     assert times.p90_s == 90
+
+
+def test_the_time_without_a_node_is_no_part_of_a_start(pod_named: Callable[..., Pod]) -> None:
+    """An hour until a GPU is free, then the 90 seconds that a start takes."""
+    times = StartupTimes(90)
+    waiting = pod_named("late", ready=False, created_s=1000, trouble=Trouble("Unschedulable", "no GPU is free"))
+    for second in range(0, 3600, 5):
+        times.observe([waiting], 1000 + second, second)
+    assert (times.lead_s([waiting]), times.patience_s, times.overdue(waiting)) == (90, 90, False)
+
+    placed = pod_named("late", ready=False, created_s=1000, scheduled_s=4600)
+    times.observe([placed], 4600, 3600)
+    times.observe([placed], 4660, 3660)
+    assert (times.age_s(placed), times.overdue(placed)) == (60, False)
+
+    times.observe([pod_named("late", created_s=1000, scheduled_s=4600, ready_since_s=4690)], 4690, 3690)
+    assert (times.p90_s, times.last_s) == (90, (90, 90))
+
+
+def test_a_restarted_operator_counts_from_the_node_as_well(pod_named: Callable[..., Pod]) -> None:
+    times, pod = StartupTimes(90), pod_named("late", ready=False, created_s=1000, scheduled_s=4600)
+    times.observe([pod], 4620, 0)
+
+    assert times.age_s(pod) == 20
+
+
+def test_the_time_that_a_replica_takes_is_bounded(pod_named: Callable[..., Pod]) -> None:
+    times, pod = StartupTimes(), pod_named("hangs", ready=False, created_s=0)
+    times.observe([pod], 99_999, 0)
+
+    assert times.lead_s([pod]) == StartupTimes(99_999).lead_s([]) == LONGEST_S
 
 
 def coming(pod_named: Callable[..., Pod], created_s: float) -> Pod:
