@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -81,6 +83,24 @@ def test_every_object_is_named_once_and_labelled(manifests: list[dict[str, Any]]
         assert labels["app.kubernetes.io/instance"] == "release"
         assert labels["app.kubernetes.io/part-of"] == "llmservice"
         assert all(isinstance(value, str) and len(value) <= 63 for value in labels.values())
+
+
+def test_versions_with_build_metadata_give_valid_labels_and_tags(tmp_path: Path) -> None:
+    """As Flux's reconcileStrategy: Revision makes them."""
+    copied = Path(shutil.copytree(CHART, tmp_path / "llmservice"))
+    described = copied / "Chart.yaml"
+    described.write_text(re.sub(r"(?m)^(version|appVersion): .*", rf"\1: 1.2.3+{'a1b2' * 20}", described.read_text()))
+
+    with helm.Chart.load(copied) as loaded:
+        files = loaded.render({}, name="release", namespace="system")
+
+    deployment = yaml.safe_load(files["llmservice/templates/operator-deployment.yaml"])
+    labels = deployment["metadata"]["labels"]
+    allowed = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+    assert labels["helm.sh/chart"].startswith("llmservice-1.2.3_a1b2")
+    assert [value for value in labels.values() if not allowed.fullmatch(value)] == []
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"].rpartition(":")[2].startswith("1.2.3_a1b2")
 
 
 def pods_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:

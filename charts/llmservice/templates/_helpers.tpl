@@ -21,12 +21,17 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
+{{/* A version as labels and tags of images can have it: Flux puts build metadata behind a plus sign. */}}
+{{- define "llmservice.version" -}}
+{{- . | replace "+" "_" | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
 {{- define "llmservice.labels" -}}
 {{ include "llmservice.selector" . }}
 app.kubernetes.io/part-of: llmservice
-app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ include "llmservice.version" (index . 0).Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Version | include "llmservice.version" }}
 {{- with (index . 0).Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
@@ -45,7 +50,7 @@ imagePullSecrets:
 {{- define "llmservice.image" -}}
 {{- $image := (index . 0).Values.image -}}
 {{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
-{{ index . 1 }}:{{ default (index . 0).Chart.AppVersion $image.tag }}
+{{ index . 1 }}:{{ default (include "llmservice.version" (index . 0).Chart.AppVersion) $image.tag }}
 {{- end -}}
 
 {{/* Where a component's pods run. Takes a list: the root, the component, whose values say so. */}}
