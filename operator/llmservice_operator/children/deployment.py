@@ -247,7 +247,7 @@ def _init_containers(service: LLMService, sized: Sized, image: str) -> list[Mani
         **fetch,
         "image": image,
         "env": [*scratch_environment(), *fetch["env"]],
-        "resources": {"requests": requests},
+        "resources": {"requests": requests, **_filled({"limits": _limits(service)})},
         "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": _mounts(service, sized, read_only=False),
     }
@@ -260,7 +260,7 @@ def _mounts(service: LLMService, sized: Sized, *, read_only: bool) -> list[Manif
 
 def _resources(service: LLMService, sized: Sized) -> Manifest:
     """GPUs are requested and limited alike: Kubernetes assigns whole ones, and exactly as many as are requested."""
-    requests, limits = _requests(service), service.spec.resources.limits.model_dump(exclude_none=True)
+    requests, limits = _requests(service), _limits(service)
     if isinstance(sized.device, GPU) and service.spec.resources.gpu:
         gpus = {sized.device.resource_name: str(service.spec.resources.gpu.count)}
         requests, limits = requests | gpus, limits | gpus
@@ -270,6 +270,10 @@ def _resources(service: LLMService, sized: Sized) -> Manifest:
 
 def _requests(service: LLMService) -> Manifest:
     return service.spec.resources.requests.model_dump()
+
+
+def _limits(service: LLMService) -> Manifest:
+    return service.spec.resources.limits.model_dump(exclude_none=True)
 
 
 def _threads(service: LLMService) -> int:

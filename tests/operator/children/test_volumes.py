@@ -17,9 +17,15 @@ def pod_of(service_of: Any, model: Model) -> Any:
     """The pod of a service with this `spec.model`."""
 
     def build(
-        *, weights_file_bytes: int | None = None, hub: str | None = None, env: Any = (), **fields: Any
+        *,
+        weights_file_bytes: int | None = None,
+        hub: str | None = None,
+        env: Any = (),
+        resources: Any = None,
+        **fields: Any,
     ) -> dict[str, Any]:
-        service = service_of(model=fields, podTemplate={"env": list(env)})
+        given = {} if resources is None else {"resources": resources}
+        service = service_of(model=fields, podTemplate={"env": list(env)}, **given)
         location = locate(service.spec.model, None, hub)
         sized = size(service.spec, replace(model, location=location, weights_file_bytes=weights_file_bytes))
         assert isinstance(sized, Sized)
@@ -111,6 +117,17 @@ def test_a_download_takes_the_proxy_that_the_pod_is_given_and_nothing_else_of_it
 
     assert _environment(fetch)["https_proxy"] == "http://proxy:3128"
     assert "SECRET" not in _environment(fetch)
+
+
+def test_the_download_has_the_limits_of_the_server_without_its_gpu(pod_of: Any) -> None:
+    """So that a quota of limits admits the pod, and equal requests and limits make it Guaranteed."""
+    amounts = {"cpu": "2", "memory": "16Gi"}
+    resources = {"gpu": {"product": "l40s"}, "requests": amounts, "limits": amounts}
+
+    spec = pod_of(uri="hf://org/name", resources=resources)
+
+    assert spec["initContainers"][0]["resources"] == {"requests": amounts, "limits": amounts}
+    assert spec["containers"][0]["resources"]["limits"] == {**amounts, "nvidia.com/gpu": "1"}
 
 
 def test_disk_space_is_requested_where_the_size_is_known(pod_of: Any) -> None:
