@@ -285,6 +285,7 @@ def test_the_reasons_are_those_of_the_operator() -> None:
     assert conditions.SCALED_TO_ZERO in WAITING_CURES
     assert conditions.UPDATING in WAITING_CURES
     assert conditions.NO_REPLICAS not in WAITING_CURES
+    assert conditions.LIMITED_BY_COST not in WAITING_CURES
     starting = conditions.ready_verdict(None, 1, [], _sized(), None)
     assert starting.reason in WAITING_CURES
     denied = conditions.ready_verdict(None, 1, [], _sized(), conditions.Trouble("QuotaExceeded", "no"))

@@ -471,6 +471,8 @@ _NO_ADAPTERS = "!has(self.adapters) || size(self.adapters) == 0"
 _OTHER_NAMES = "self.adapters.all(one, one.name != self.model.servedName)"
 
 
+_BUDGET = "self.autoscaling.maxGPUHoursPerDay"
+_HAS_BUDGET = f"has(self.autoscaling) && has({_BUDGET})"
 _ON_GPU = "(has(self.resources.gpu) && self.resources.gpu.count > 0)"
 
 
@@ -490,8 +492,12 @@ class LLMServiceSpec(SchemaModel):
                 "replicas is ignored where autoscaling is set: leave it out, and set autoscaling.minReplicas",
             ),
             (
-                f"!has(self.autoscaling) || !has(self.autoscaling.maxGPUHoursPerDay) || {_ON_GPU}",
+                f"!({_HAS_BUDGET}) || {_ON_GPU}",
                 "autoscaling.maxGPUHoursPerDay needs resources.gpu: this service runs on CPU",
+            ),
+            (
+                f"!({_HAS_BUDGET} && {_ON_GPU}) || {_BUDGET} > double(self.resources.gpu.count)",
+                "autoscaling.maxGPUHoursPerDay must be above resources.gpu.count: replicas run while an hour is left",
             ),
             (
                 "!self.gateway.inferencePool || self.access == 'direct'",

@@ -333,7 +333,8 @@ _REMEDIES = {
     "NoReadyPods": "Replicas are held until a pod is ready.",
     "SizingInvalid": "Correct the spec first.",
     "ITLUnreachable": "Raise spec.slo.itlP99, or choose a faster GPU or a smaller model.",
-    "LimitedByCost": "Raise spec.autoscaling.maxGPUHoursPerDay, or accept slower answers until midnight (UTC).",
+    "LimitedByCost": "Raise spec.autoscaling.maxGPUHoursPerDay, or accept slower answers, and none"
+    " without a replica, until midnight (UTC).",
     "PromptsTooLong": "Raise spec.slo.ttftP99, bound prompts by spec.engine.maxModelLen, or choose a faster GPU or"
     " a smaller model.",
     "UnloadedRequestMissesTarget": "Raise spec.slo.ttftP99, shorten prompts, or choose a faster GPU or"

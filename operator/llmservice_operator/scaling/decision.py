@@ -150,7 +150,7 @@ def _policy_at_zero(policy: ScalePolicy, sizing: Sized, held: Held | None) -> Sc
     Without a size, how many fit is known once one replica runs.
     """
     if sizing.max_num_seqs is None:
-        return replace(policy, max_replicas=1)
+        return replace(policy, max_replicas=min(policy.max_replicas, 1))
     if held is None or not held.tokens or sizing.plan is None or not sizing.plan.kv_bytes_per_token:
         return policy
     pool_tokens = sizing.plan.kv_pool_bytes // sizing.plan.kv_bytes_per_token
@@ -164,6 +164,8 @@ def decide_wake_up(held: Held | None, policy: ScalePolicy, history: History, now
     step bounds how many more come with it. Until a pod is ready the replicas then stay: one scale-up for all requests.
     """
     history = history.observe(now, 0)
+    if policy.max_replicas == 0:  # also without a request, since the gateway is to hold none
+        return Decision(0, 0, (policy.bound_reason(1, 0),)), history.remember(now, 0, policy.memory_s)
     if held is None:
         reason = "held: no gateway answers, so no request can start a replica -> 0"
         return Decision(0, 0, (reason,), active=False), history.remember(now, None, policy.memory_s)

@@ -44,6 +44,8 @@ UPDATING = "Updating"
 
 SCALED_TO_ZERO = "ScaledToZero"
 """Reason of Ready=False at the autoscaler's zero: a request that waits is answered."""
+LIMITED_BY_COST = "LimitedByCost"
+"""Reason of ScalingActive=True, and of Ready=False where no replica may start until midnight."""
 NO_REPLICAS = "NoReplicas"
 """Reason of Ready=True at the zero that spec.replicas asks for: no request is answered until a user raises it."""
 
@@ -131,6 +133,7 @@ def ready_verdict(
     blocked: Trouble | None,
     *,
     autoscaled: bool = False,
+    decision: Decision | None = None,
 ) -> Verdict:
     """Ready means that the present spec is served by the wanted number of replicas, which may be none.
 
@@ -143,7 +146,7 @@ def ready_verdict(
     if (why := _held_up(sizing, blocked)) is not None:
         return _held_up_verdict(ready, why)
     if desired == 0:
-        return _zero_verdict(autoscaled=autoscaled)
+        return _zero_verdict(decision, autoscaled=autoscaled)
     troubles = _troubles(deployment, pods)
     named = "".join(f"; {one.reason}: {one.message}" for one in troubles)
     if present < min(ready, desired):
@@ -158,9 +161,12 @@ def ready_verdict(
     return Verdict(READY, "True", "Serving", counted)
 
 
-def _zero_verdict(*, autoscaled: bool) -> Verdict:
+def _zero_verdict(decision: Decision | None, *, autoscaled: bool) -> Verdict:
     if not autoscaled:
         return Verdict(READY, "True", NO_REPLICAS, "no replica is asked for: raise spec.replicas to serve")
+    if decision is not None and (capped := _capped(decision)):
+        message = f"{capped}; requests are refused until midnight (UTC), or raise autoscaling.maxGPUHoursPerDay"
+        return Verdict(READY, "False", LIMITED_BY_COST, message)
     message = "there is no request: the next one waits in the gateway until the replica that it starts is ready"
     return Verdict(READY, "False", SCALED_TO_ZERO, message)
 
@@ -259,10 +265,15 @@ def scaling_verdict(
 
 def _following(decision: Decision) -> Verdict:
     asks = f"the load asks for {decision.wanted} replicas, {decision.replicas} are set"
-    if capped := next((reason for reason in decision.reasons if reason.startswith("cost: ")), None):
+    if capped := _capped(decision):
         message = f"{capped}; raise autoscaling.maxGPUHoursPerDay for more"
-        return Verdict(SCALING_ACTIVE, "True", "LimitedByCost", message)
+        return Verdict(SCALING_ACTIVE, "True", LIMITED_BY_COST, message)
     return Verdict(SCALING_ACTIVE, "True", "FollowingLoad", f"{asks}; status.autoscaling says why")
+
+
+def _capped(decision: Decision) -> str | None:
+    """How the day's GPU-hours limit the replicas, where they do."""
+    return next((reason for reason in decision.reasons if reason.startswith("cost: ")), None)
 
 
 def name_verdict(name: str, namespace: str, holder: str | None) -> Verdict | None:

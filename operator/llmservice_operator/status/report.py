@@ -163,7 +163,9 @@ def _verdicts(
     sizing, blocked = outcome.sizing, outcome.blocked
     held_up = blocked if outcome.unreachable else None
     autoscaled = service.spec.autoscaling is not None
-    ready = ready_verdict(deployment, outcome.desired, pods, sizing, held_up, autoscaled=autoscaled)
+    ready = ready_verdict(
+        deployment, outcome.desired, pods, sizing, held_up, autoscaled=autoscaled, decision=outcome.decision
+    )
     adapters = adapters_verdict(service.spec.adapters, outcome.adapters)
     taken = name_verdict(service.served_name, service.namespace, outcome.name_holder)
     progressing = progressing_verdict(deployment, outcome.desired, pods, sizing, blocked)

@@ -139,6 +139,14 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
             "maxGPUHoursPerDay must be at least 24 for each of minReplicas",
         ),
         (
+            {
+                "resources": {"gpu": {"product": "l4"}},
+                "autoscaling": {"minReplicas": 0, "maxReplicas": 4, "maxGPUHoursPerDay": 1},
+            },
+            "spec",
+            "maxGPUHoursPerDay must be above resources.gpu.count",
+        ),
+        (
             {"autoscaling": {"maxReplicas": 4, "maxGPUHoursPerDay": 40}},
             "spec",
             "autoscaling.maxGPUHoursPerDay needs resources.gpu",

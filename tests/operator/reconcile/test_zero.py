@@ -57,6 +57,32 @@ async def test_an_idle_service_goes_to_zero_and_held_requests_wake_it(world: Wor
     assert "idle: no request for 60s -> 0" in decision["reasons"]
 
 
+async def test_a_day_without_gpu_hours_left_is_no_zero_that_a_request_ends(world: World, manifest_of: Any) -> None:
+    """At 22:13 UTC: one hour has to be left of 1.1, so that a replica runs for six minutes."""
+    budget = {**SLEEPY, "maxGPUHoursPerDay": 1.1}
+    await world.create_service(manifest_of(resources={"gpu": {"product": "l4"}}, autoscaling=budget))
+    await world.run_pass()
+    await reads(world, 1)
+    await world.run_pass(after_s=1)
+    await world.start_pod("tiny-1", "127.0.0.1", (1, 0))
+    await world.run_pass(after_s=5)
+    assert await world.replicas() == 1
+    await world.run_pass(after_s=400)
+    assert await world.replicas() == 0
+    await world.kube.request("DELETE", f"{NS}/pods/tiny-1")
+
+    await reads(world, 1)
+    await world.run_pass(after_s=5)
+    ready = await world.condition("Ready")
+    assert (await world.replicas(), ready["status"], ready["reason"]) == (0, "False", "LimitedByCost")
+
+    await world.run_pass(after_s=7000)
+    assert (await world.condition("Ready"))["reason"] == "ScaledToZero"
+    await reads(world, 1)
+    await world.run_pass(after_s=1)
+    assert await world.replicas() == 1
+
+
 async def test_requests_that_a_gateway_still_holds_beside_a_full_pod_count(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(autoscaling=SLEEPY))
     await world.run_pass()

@@ -97,12 +97,15 @@ def test_the_load_sets_the_replicas(now: Load, replicas: int, expected: int, why
 
 
 SLEEPY = replace(POLICY, min_replicas=0, idle_timeout_s=120.0)
+EXHAUSTED = replace(SLEEPY, max_replicas=0, why_most="cost: 8.0 of 8 GPU-hours")
 
 
 @pytest.mark.parametrize(
     ("held", "policy", "expected", "wanted", "why"),
     [
         pytest.param(Held(), SLEEPY, 0, 0, "held: no request -> 0", id="no request"),
+        pytest.param(Held(1), EXHAUSTED, 0, 0, "cost: 8.0 of 8 GPU-hours -> 0", id="no GPU-hour is left"),
+        pytest.param(None, EXHAUSTED, 0, 0, "cost: 8.0 of 8 GPU-hours -> 0", id="none is left, no gateway was read"),
         pytest.param(Held(1), SLEEPY, 1, 1, "1 requests of 0 tokens wait", id="one request is enough"),
         pytest.param(Held(50), SLEEPY, 5, 5, "a replica runs 8 of them, 2 may wait -> 5", id="as many as hold all"),
         pytest.param(Held(500), SLEEPY, 8, 8, "bounds: 0 to 8 -> 8", id="never above the maximum"),
@@ -120,7 +123,7 @@ SLEEPY = replace(POLICY, min_replicas=0, idle_timeout_s=120.0)
     ],
 )
 def test_requests_that_gateways_hold_scale_up_from_zero(
-    held: Held, policy: ScalePolicy, expected: int, wanted: int, why: str
+    held: Held | None, policy: ScalePolicy, expected: int, wanted: int, why: str
 ) -> None:
     history = replace(SETTLED, changes=((NOW - 1, -1),))
 

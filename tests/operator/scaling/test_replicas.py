@@ -106,6 +106,13 @@ def test_a_service_of_unknown_size_is_woken_with_one_replica(service_of: Service
     assert decide(service, replace(sized, max_num_seqs=None), replicas=0, load=Held(500)).replicas == 1
 
 
+def test_a_service_of_unknown_size_stays_at_zero_where_no_gpu_hour_is_left(service_of: ServiceOf, sized: Sized) -> None:
+    budget = {**AUTOSCALING, "minReplicas": 0, "maxGPUHoursPerDay": 0.5}
+    service = service_of(autoscaling=budget, resources={"gpu": {"product": "l4"}})
+
+    assert decide(service, replace(sized, max_num_seqs=None), replicas=0, load=Held(500)).replicas == 0
+
+
 def test_no_pod_is_replaced_while_the_quota_is_used_up(
     service_of: ServiceOf, sized: Sized, pod_named: Callable[..., Pod]
 ) -> None:

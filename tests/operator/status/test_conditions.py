@@ -86,6 +86,16 @@ def test_the_autoscalers_zero_is_not_ready_for_a_request_that_waits_is_answered(
     assert (verdict.status, verdict.reason) == ("False", "ScaledToZero")
 
 
+def test_the_zero_of_a_day_whose_gpu_hours_are_used_says_until_when(sized: Sized) -> None:
+    decision = Decision(0, 0, ("cost: 8.0 of 8 GPU-hours of the day (UTC) are used -> 0",))
+
+    verdict = ready_verdict(deployment(), 0, [], sized, None, autoscaled=True, decision=decision)
+
+    assert (verdict.status, verdict.reason) == ("False", "LimitedByCost")
+    assert "8.0 of 8 GPU-hours" in verdict.message
+    assert "requests are refused until midnight (UTC)" in verdict.message
+
+
 @pytest.mark.parametrize(
     "unseen",
     [None, {"metadata": {"generation": 2}}, {"metadata": {"generation": 2}, "status": {"observedGeneration": 1}}],
