@@ -77,15 +77,14 @@ def test_autoscaling_comes_and_goes_and_leaves_the_default(cluster: Cluster, kub
     assert scale(cluster) == 2
 
 
-def test_autoscaling_is_not_added_to_more_than_one_replica(cluster: Cluster, kube: Kube, manifest: Object) -> None:
-    """Replicas are never removed silently: the number is ignored from then on."""
-    manifest["spec"]["replicas"] = 3
-    apply(cluster, manifest)
+def test_autoscaling_is_added_to_what_was_scaled(cluster: Cluster, manifest: Object) -> None:
+    """The number of another manager stays in the spec, where a manifest without replicas can't remove it."""
+    apply(cluster, manifest, "--server-side")
+    write_scale(cluster, 3)
 
     manifest["spec"]["autoscaling"] = {"maxReplicas": 3}
-    refused = cluster.kubectl("apply", "-f", "-", check=False, stdin=yaml.safe_dump(manifest))
+    apply(cluster, manifest, "--server-side")
 
+    assert scale(cluster) == 3
+    refused = cluster.kubectl("scale", "llm", NAME, "--replicas=2", check=False)
     assert "replicas is ignored where autoscaling is set" in refused.stderr
-    del manifest["spec"]["replicas"]
-    apply(cluster, manifest)
-    assert kube.get(NAME)["spec"]["replicas"] == 1

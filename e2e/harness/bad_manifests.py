@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     "a path that is not absolute": (uri("file://tiny"), "spec.model"),
     "an hf uri without a name": (uri("hf://org"), "spec.model"),
     # contradictions
-    "replicas and autoscaling": ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec"),
+    "GPU-hours of a CPU": (autoscaling(maxGPUHoursPerDay=40), "spec"),
     "min above max": (autoscaling(minReplicas=4), "spec.autoscaling"),
     "an idle time without going to zero": (autoscaling(idleTimeout="5m"), "spec.autoscaling"),
     "no surge and nothing unavailable": ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout"),

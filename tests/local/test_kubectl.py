@@ -102,7 +102,7 @@ async def test_service_is_applied_shown_changed_scaled_and_deleted(kubectl: Kube
         ("replicas: 1", "replicas: -1", "spec.replicas: Invalid value: -1"),
         ("replicas: 1", "replicaz: 1", 'strict decoding error: unknown field "spec.replicaz"'),
         ("file:///tiny", "ftp://tiny", "spec.model: Invalid value"),
-        ("replicas: 1", "replicas: 2\n  autoscaling: {maxReplicas: 2}", "replicas is ignored where autoscaling is set"),
+        ("replicas: 1", "autoscaling: {minReplicas: 3, maxReplicas: 2}", "minReplicas must not be above maxReplicas"),
     ],
 )
 async def test_bad_manifest_is_refused_with_the_fields_path(kubectl: Kubectl, old: str, new: str, message: str) -> None:

@@ -487,9 +487,9 @@ class LLMServiceSpec(SchemaModel):
                 f"{_NO_ADAPTERS} || !has(self.model.servedName) || {_OTHER_NAMES}",
                 "adapters can't have the model's own name (model.servedName): choose another",
             ),
-            (
-                "!has(self.autoscaling) || !has(self.replicas) || self.replicas == 1",
-                "replicas is ignored where autoscaling is set: leave it out, and set autoscaling.minReplicas",
+            (  # a scale of before autoscaling stays, for a manifest without replicas can't remove another manager's
+                "!has(self.autoscaling) || self.replicas == 1 || self.replicas == oldSelf.replicas",
+                "replicas is ignored where autoscaling is set: leave it as it is, and set autoscaling.minReplicas",
             ),
             (
                 f"!({_HAS_BUDGET}) || {_ON_GPU}",
@@ -526,7 +526,8 @@ class LLMServiceSpec(SchemaModel):
         1,
         ge=0,
         le=1000,
-        description="Fixed number of replicas; `kubectl scale llm`, an HPA or KEDA write it. Ignored with autoscaling.",
+        description="Fixed number of replicas; `kubectl scale llm`, an HPA or KEDA write it. Ignored with autoscaling,"
+        " where it can only be set to 1.",
     )
     resources: Resources = Field(default_factory=Resources, description="What one replica gets.")
     engine: Engine = Field(default_factory=Engine, description="How the inference engine is set up.")
@@ -536,7 +537,7 @@ class LLMServiceSpec(SchemaModel):
         description="Which lane requests are served in: interactive goes first, batch takes what it leaves.",
     )
     autoscaling: Autoscaling | None = Field(
-        None, description="Let the operator choose the number of replicas; replicas then stays at its default."
+        None, description="Let the operator choose the number of replicas; replicas is ignored then."
     )
     gateway: GatewaySpec = Field(
         default_factory=GatewaySpec, description="What gateways other than this project's own need."

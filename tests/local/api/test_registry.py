@@ -178,7 +178,6 @@ def test_scale_writes_the_replicas_of_the_spec(registry: Registry, services: Kin
             "spec.replicas: Invalid value: -1: spec.replicas in body should be greater than or equal to 0",
         ),
         ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "spec.autoscaling: Invalid value: "),
-        ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "replicas is ignored where autoscaling is set"),
         ({"model": {"uri": "ftp://x"}}, 'spec.model: Invalid value: "object": uri must be hf:'),
         ({"model": {}}, "spec.model.uri: Required value"),
         ({"slo": {"ttftP99": "soon"}}, "spec.slo.ttftP99: Invalid value: "),

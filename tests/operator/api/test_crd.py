@@ -167,7 +167,6 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
             "gateway.inferencePool needs autoscaling.minReplicas of at least 1",
         ),
         ({"gateway": {"endpointPicker": {"name": "x"}}}, "spec.gateway", "endpointPicker needs inferencePool: true"),
-        ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec", "replicas is ignored"),
         ({"autoscaling": {}}, "spec.autoscaling.maxReplicas", "Required"),
         ({"model": {"uri": "ftp://x/y"}}, "spec.model", "uri must be"),
         ({"model": {"uri": "file://relative"}}, "spec.model", "uri must be"),

@@ -8,7 +8,7 @@ import pytest
 
 from harness.one_service import AUTOSCALING, NS, SERVICES, World, busy_service
 from llmservice_operator.api.labels import DELETION_COST
-from llmservice_operator.cluster.kube_client import KubeError
+from llmservice_operator.cluster.kube_client import APPLY, KubeError
 
 
 async def test_load_adds_replicas_and_idle_ones_are_removed_after_the_window(world: World, manifest_of: Any) -> None:
@@ -114,6 +114,25 @@ async def test_another_autoscaler_sets_the_scale_without_the_built_in_one(world:
     await world.run_pass(after_s=1)
 
     assert await world.replicas() == 3
+
+
+async def test_a_service_that_was_scaled_is_given_to_the_built_in_autoscaler(world: World, manifest_of: Any) -> None:
+    """By a GitOps tool's manifest without replicas: the number of another manager stays, and is ignored."""
+    await world.create_service(manifest_of())
+    await world.kube.request("PATCH", f"{SERVICES}/tiny/scale", body={"spec": {"replicas": 3}})
+    await world.run_pass()
+    manifest = manifest_of(autoscaling=AUTOSCALING)
+    manifest["metadata"] = {"name": "tiny"}
+    query = {"fieldManager": "argocd-controller", "force": "true"}
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body=manifest, content_type=APPLY, query=query)
+    for number in range(3):
+        await world.start_pod(f"tiny-{number}", f"127.0.0.{number + 1}", (0, 0))
+
+    for _ in range(30):
+        await world.run_pass(after_s=5)
+
+    assert (await world.service())["spec"]["replicas"] == 3
+    assert await world.replicas() == 1
 
 
 async def test_a_written_scale_is_refused_with_the_built_in_autoscaler(world: World, manifest_of: Any) -> None:
