@@ -17,6 +17,8 @@ GPU_LABELS = frozenset(
         "cloud.google.com/gke-accelerator",
         "k8s.amazonaws.com/accelerator",
         "karpenter.k8s.aws/instance-gpu-name",
+        "eks.amazonaws.com/instance-gpu-name",
+        "karpenter.azure.com/sku-gpu-name",
         "accelerator",
         "node.kubernetes.io/instance-type",
     }

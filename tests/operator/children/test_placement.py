@@ -33,6 +33,8 @@ def on_l4(sized: Sized) -> Sized:
         ({"affinity": required([ZONE], [DISK])}, required([ZONE, L4], [DISK, L4])),
         ({"affinity": {"podAffinity": {"x": []}}}, {"podAffinity": {"x": []}, **required([L4])}),
         ({"nodeSelector": {"cloud.google.com/gke-accelerator": "nvidia-l4"}}, None),
+        ({"nodeSelector": {"eks.amazonaws.com/instance-gpu-name": "l4"}}, None),
+        ({"nodeSelector": {"karpenter.azure.com/sku-gpu-name": "A10"}}, None),
         ({"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4-SHARED"}}, None),
         (
             {"affinity": required([{"key": "node.kubernetes.io/instance-type", "operator": "Exists"}])},
