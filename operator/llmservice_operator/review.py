@@ -24,7 +24,7 @@ from llmservice_operator.status.conditions import READY, SIZING_VALID, SLO_FEASI
 from llmservice_operator.status.model_status import known_figures
 from llmservice_operator.status.report import InvalidSpecError
 
-_SIZED = frozenset({"model", "resources", "engine", "slo", "adapters"})
+_SIZED = frozenset({"model", "workload", "resources", "engine", "slo", "adapters"})
 """The parts of a spec that decide whether it fits."""
 _GRANTED = frozenset({"model", "podTemplate"})
 """The parts that may name what the platform has to grant."""

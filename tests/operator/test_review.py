@@ -62,6 +62,7 @@ async def test_other_changes_are_allowed_though_the_spec_no_longer_fits(reviewer
     assert await reviewer.review(labelled, before) == Review()
     assert await reviewer.review(leaving, before) == Review()
     assert (await reviewer.review(manifest_of(engine={**TOO_LONG, "maxNumSeqs": 4}), before)).denied
+    assert (await reviewer.review(manifest_of(engine=TOO_LONG, workload="batch"), before)).denied
 
 
 @pytest.mark.parametrize("lasting", [True, False])
