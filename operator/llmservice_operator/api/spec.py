@@ -16,6 +16,15 @@ from llmservice_planner.workload import Workload
 
 Duration = Annotated[str, StringConstraints(pattern=units.DURATION_PATTERN, max_length=16)]
 Quantity = Annotated[str, StringConstraints(pattern=units.QUANTITY_PATTERN, max_length=32)]
+Interval = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^(0|(([0-9]+)y)?(([0-9]+)w)?(([0-9]+)d)?(([0-9]+)h)?(([0-9]+)m)?(([0-9]+)s)?(([0-9]+)ms)?)$",
+        min_length=1,
+        max_length=16,
+    ),
+]
+"""As PodMonitors take it: without fractions."""
 TimeOfDay = Annotated[str, StringConstraints(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", max_length=5)]
 AutoOrCount = Annotated[
     Literal["auto"] | int,
@@ -360,7 +369,7 @@ class Monitoring(SchemaModel):
     pod_monitor: bool = Field(
         True, description="Create a PodMonitor for the Prometheus Operator, where its CRD is installed."
     )
-    interval: Duration = Field("15s", description="How often the PodMonitor has the pods scraped.")
+    interval: Interval = Field("15s", description="How often the PodMonitor has the pods scraped.")
     prometheus_rule: bool = Field(
         True,
         description="Create a PrometheusRule with this service's alerts, where its CRD is installed. Where the chart's"

@@ -248,6 +248,8 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"resources": {"limits": {"cpu": "900m"}}}, "spec.resources", "requests.cpu must not be above limits.cpu"),
         ({"resources": {"requests": {"memory": "9Mi"}}}, "spec.resources", "requests.memory must be at least 512Mi"),
         ({"resources": {"requests": {"memory": "lots"}}}, "spec.resources.requests.memory", "lots"),
+        ({"monitoring": {"interval": "7.5s"}}, "spec.monitoring.interval", "7.5s"),
+        ({"monitoring": {"interval": ""}}, "spec.monitoring.interval", "at least 1 chars"),
         ({"slo": {"ttftP99": "2 seconds"}}, "spec.slo.ttftP99", "2 seconds"),
         ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout", "can't both be 0"),
         ({"engine": {"prefixCache": True}}, "prefixCache", "unknown field"),
