@@ -14,6 +14,8 @@ UNKNOWN_S = 600.0
 """Until the first pod has started: a model of many GiB takes minutes to load."""
 SHORTEST_S, LONGEST_S = 10.0, 3600.0
 _USUAL_S = 60.0
+_NODE_S = 600.0
+"""An autoscaler makes a node in minutes, as a part of a start; a longer wait is for a GPU of which there is none."""
 _GROWTH_S = 60.0
 """For how long at most a queue is expected to grow while a replica starts: how long a burst lasts is not known, and
 after a start of ten minutes most replicas that were added for a longer one would be idle."""
@@ -58,12 +60,12 @@ class StartupTimes:
         self._observed_s: float | None = None
 
     def observe(self, pods: Sequence[Replica], now: float, steady_s: float) -> None:
-        """Learn from pods that are ready for the first time since they got a node, and track the others' age.
+        """Learn from pods that are ready for the first time, and track the others' age.
 
         `now` is the clock of the pods' timestamps, `steady_s` is monotonic. A pod's age is the time for which it was
         observed on a node, so that setting the clock makes no pod overdue. Only the age of pods that exist at the first
         observation is taken from their timestamps; of those that are ready by then the status is taken, which includes
-        them. How long a pod waits for a node says nothing about the next one.
+        them. A long wait for a node says nothing about the next pod.
         """
         gap_s = None if self._observed_s is None else steady_s - self._observed_s
         observed_s = gap_s if gap_s is not None and 0 <= gap_s <= LONGEST_GAP_S else 0.0
@@ -163,7 +165,10 @@ def supply_of(deployment: Manifest | None, pods: Sequence[Replica], startup: Sta
 
 
 def _began_s(pod: Replica) -> float:
-    return pod.created_s if pod.scheduled_s is None else pod.scheduled_s
+    """When its start began: with the wait for a node, unless that was too long."""
+    if pod.scheduled_s is None or pod.scheduled_s - pod.created_s <= _NODE_S:
+        return pod.created_s
+    return pod.scheduled_s
 
 
 def _unschedulable(pod: Replica) -> bool:

@@ -47,7 +47,14 @@ def test_a_restart_resumes_the_time_in_the_status(pod_named: Callable[..., Pod])
     assert times.p90_s == 90
 
 
-def test_the_time_without_a_node_is_no_part_of_a_start(pod_named: Callable[..., Pod]) -> None:
+def test_a_node_that_an_autoscaler_makes_is_part_of_a_start(pod_named: Callable[..., Pod]) -> None:
+    times = StartupTimes()
+    times.observe([], 900, 0)
+    times.observe([pod_named("new", created_s=1000, scheduled_s=1240, ready_since_s=1330)], 1330, 430)
+    assert times.p90_s == 330
+
+
+def test_an_hour_without_a_node_is_no_part_of_a_start(pod_named: Callable[..., Pod]) -> None:
     """An hour until a GPU is free, then the 90 seconds that a start takes."""
     times = StartupTimes(90)
     waiting = pod_named("late", ready=False, created_s=1000, trouble=Trouble("Unschedulable", "no GPU is free"))
