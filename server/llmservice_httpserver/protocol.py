@@ -17,7 +17,7 @@ class _HeadTooLargeError(Exception):
     """Raised inside the parser, which then refuses the request."""
 
 
-class _Parser(HttpRequestParser):  # type: ignore[misc]
+class _Parser(HttpRequestParser):
     """Ends at the head of a request that asks for another protocol, whose body it would take for the next request.
 
     Java's client asks for h2c with every request, and a server may ignore that (RFC 9110, section 7.8).
@@ -32,7 +32,7 @@ class _Parser(HttpRequestParser):  # type: ignore[misc]
     def asks_for_upgrade(self) -> bool:
         return bool(self.should_upgrade()) and self.get_method() != b"CONNECT"
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # asyncio has nothing else
         try:
             super().feed_data(data)
         except HttpParserUpgrade as upgrade:
@@ -51,6 +51,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """
 
     client_timeout_s: ClassVar[float] = 60.0
+    parser: _Parser
 
     _head_is_open = True  # what comes next belongs to a request line or to headers
     _head_has_begun = False
