@@ -193,5 +193,5 @@ def test_tools_are_refused_by_a_server_without_a_format(start_server: Callable[.
 def test_an_unknown_format_is_refused_with_the_known_ones(start_server: Callable[..., Any]) -> None:
     server = start_server("--tool-call-format", "xml")
     assert server.wait_for_exit() == 2
-    known = "mistral, nemotron, granite, phi4_mini, deepseek_v3, deepseek_v31, cohere, llama3_json, harmony"
+    known = "mistral, nemotron, granite, hunyuan, phi4_mini, deepseek_v3, deepseek_v31, cohere, llama3_json, harmony"
     assert f"hermes, qwen3_coder, seed_oss, minimax_m2, glm, gemma, {known}" in "".join(server.errors).replace("'", "")
