@@ -33,12 +33,16 @@ class _Parser(HttpRequestParser):
         return bool(self.should_upgrade()) and self.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # asyncio has nothing else
-        try:
-            super().feed_data(data)
-        except HttpParserUpgrade as upgrade:
-            if not self.asks_for_upgrade:
-                raise
-            self._protocol.read_without_upgrade(data[upgrade.args[0] :])
+        parser = self
+        while True:  # no recursion: a read may hold thousands of such requests
+            try:
+                HttpRequestParser.feed_data(parser, data)
+                return
+            except HttpParserUpgrade as upgrade:
+                if not parser.asks_for_upgrade:
+                    raise
+                data = self._protocol.head_without_upgrade() + data[upgrade.args[0] :]
+            parser = self._protocol.parser = _Parser(self._protocol)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -93,13 +97,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_timer is None:
             self._await_head()
 
-    def read_without_upgrade(self, rest: bytes) -> None:
-        """Read the head again, without what asks for another protocol, and `rest`, which follows it."""
+    def head_without_upgrade(self) -> bytes:
+        """The head that was read, without what asks for another protocol."""
         fields = (name + b": " + value + b"\r\n" for name, value in self.headers if name != b"upgrade")
         version = self.parser.get_http_version().encode()
-        head = b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, b"".join(fields))
-        self.parser = _Parser(self)
-        self.parser.feed_data(head + rest)
+        return b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, b"".join(fields))
 
     def on_headers_complete(self) -> None:
         if self.parser.asks_for_upgrade:

@@ -121,6 +121,7 @@ LAST = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         pytest.param([POST + GET + POST + GET + GET], [GET, GET, b""], id="pipelined"),
         pytest.param([GET + POST + GET], [b"", GET], id="behind another"),
         pytest.param([CHUNKED], [b"ab"], id="chunks"),
+        pytest.param([CHUNKED * 1500], [b"ab"] * 1500, id="more than a stack has room for"),
     ],
 )
 async def test_another_protocol_that_is_asked_for_is_ignored(pieces: list[bytes], bodies: list[bytes]) -> None:
