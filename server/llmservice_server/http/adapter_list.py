@@ -189,25 +189,29 @@ class AdapterList:
         """
         async with self._fetching:
             began_s = time.monotonic()
-            with tempfile.TemporaryFile() as output:
-                try:
-                    child = await asyncio.create_subprocess_exec(
-                        *self._fetch_command, uri, str(folder), stdout=asyncio.subprocess.DEVNULL, stderr=output
-                    )
-                except OSError as error:
-                    return f"llmservice fetch cannot be started: {error}"
-                try:
-                    status = await child.wait()
-                except asyncio.CancelledError:
-                    with contextlib.suppress(ProcessLookupError):
-                        child.terminate()
-                    await child.wait()  # it writes to the folder until then
-                    raise
-                output.seek(0)
-                lines = output.read().decode(errors="replace").strip().splitlines()
+            try:
+                status, lines = await self._run_fetch(uri, folder)
+            except OSError as error:  # no memory for a process, or no space for its output
+                return f"llmservice fetch cannot be started: {error}"
         if status:
             said = lines[-1].removeprefix("llmservice fetch: ") if lines else ""
             return said or f"llmservice fetch ended with exit status {status}"
         seconds = round(time.monotonic() - began_s, 3)
         log.info("an adapter is fetched", extra={"fields": {"uri": uri, "seconds": seconds}})
         return None
+
+    async def _run_fetch(self, uri: str, folder: Path) -> tuple[int, list[str]]:
+        """The exit status of the child process, and the lines that it wrote."""
+        with tempfile.TemporaryFile() as output:
+            child = await asyncio.create_subprocess_exec(
+                *self._fetch_command, uri, str(folder), stdout=asyncio.subprocess.DEVNULL, stderr=output
+            )
+            try:
+                status = await child.wait()
+            except asyncio.CancelledError:
+                with contextlib.suppress(ProcessLookupError):
+                    child.terminate()
+                await child.wait()  # it writes to the folder until then
+                raise
+            output.seek(0)
+            return status, output.read().decode(errors="replace").strip().splitlines()

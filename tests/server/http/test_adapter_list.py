@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 from llmservice_server.engine.adapters import Adapters
 from llmservice_server.http.adapter_list import AdapterList
@@ -145,3 +148,15 @@ async def test_four_adapters_are_fetched_at_once(tmp_path: Path) -> None:
         del uris["a1"]
         found.write(**uris)
         await found.until(lambda: (len(found.children() & first), len(found.children() - first)) == (3, 1))
+
+
+async def test_a_full_disk_fails_an_adapter_and_the_list_is_followed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    async with followed(tmp_path, FETCH, poet="a") as found:
+        await found.until(lambda: bool(found.state.adapter_failures))
+        assert "cannot be started" in found.state.adapter_failures["poet", "a"]
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        found.write(bard="b")
+        await found.until(lambda: list(found.engine.adapters) == ["bard"])
