@@ -298,8 +298,8 @@ _REMEDIES = {
     "SecretNotAllowed": "Annotate the Namespace as the message says, or leave the Secret out: docs/security.md",
     "EnvNotAllowed": "Leave the variable out, or have it added to the chart's operator.allowedEnv.",
     "NameTaken": "Use the name with the namespace before it, or set another spec.model.servedName.",
-    "KernelFallback": "Read the warning in the pod's log, and report it; engine.extraArgs [--attention, triton] makes"
-    " such a pod fail instead: {logs}",
+    "KernelFallback": "Read the warning in the pod's log, and report it; podTemplate.extraArgs [--attention,"
+    " triton] makes such a pod fail instead: {logs}",
     "AdapterLoadFailed": "Correct the adapter or spec.adapters as the message says; pods try again every minute.",
     "AdaptersLoading": "Wait: the kubelet hands the list on within about a minute, then the pods fetch the adapters.",
     "CRDNotInstalled": "kubectl apply the manifests of the Gateway API Inference Extension, or set"

@@ -309,7 +309,8 @@ def degraded_verdict(load: Load) -> Verdict | None:
     named = ", ".join(pods[:_PODS_NAMED]) + (", …" if len(pods) > _PODS_NAMED else "")
     message = (
         f"{len(pods)} of {len(load.pods)} pods compute more slowly, by PyTorch, because kernels failed their check on"
-        f" that GPU: {named}. The pod's log says why; with engine.extraArgs [--attention, triton] it fails instead"
+        f" that GPU: {named}. The pod's log says why; with podTemplate.extraArgs [--attention, triton] it fails"
+        " instead"
     )
     return Verdict(DEGRADED, "True", "KernelFallback", message)
 

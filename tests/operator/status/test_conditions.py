@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from llmservice_operator.api.pod_spec import PodTemplate
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Adapter
 from llmservice_operator.pods.pod import Pod, Trouble
@@ -265,6 +266,8 @@ def test_pods_that_compute_without_a_kernel_are_named() -> None:
     assert (verdict.type, verdict.status, verdict.reason) == ("Degraded", "True", "KernelFallback")
     assert "4 of 5 pods" in verdict.message
     assert "a (attention), b (attention), c (attention), …. The pod's log" in verdict.message
+    assert "podTemplate.extraArgs" in verdict.message
+    PodTemplate.model_validate({"extraArgs": ["--attention", "triton"]})  # what the message advises
 
 
 def test_replicas_that_the_cost_limits_are_named_in_the_condition(sized: Sized) -> None:
