@@ -94,7 +94,7 @@ ROWS = (
                 "none",
                 (
                     Query(
-                        f'1 - (llmservice_operator_condition{{{OPERATOR},type!="Stalled"}} < 1)',
+                        f'1 - (llmservice_operator_condition{{{OPERATOR},type!~"Progressing|Stalled"}} < 1)',
                         "{{type}} {{namespace}}/{{name}}",
                     ),
                 ),

@@ -98,6 +98,38 @@ def test_promtool_can_parse_every_query(name: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)")
+def test_conditions_of_a_service_that_is_well_are_not_shown(tmp_path: Path) -> None:
+    (expr,) = (
+        target["expr"]
+        for panel in panels_of(ALL["autoscaler"])
+        if panel["title"] == "Conditions that do not hold"
+        for target in panel["targets"]
+    )
+    well = {"Ready": 1, "Progressing": 0, "Stalled": 0, "ScalingActive": 1}
+    series = [(name, kind, value) for name in ("well", "away") for kind, value in well.items()]
+    series[series.index(("away", "Ready", 1))] = ("away", "Ready", 0)
+    unit = {
+        "input_series": [
+            {"series": f'llmservice_operator_condition{{namespace="a",name="{name}",type="{kind}"}}', "values": value}
+            for name, kind, value in series
+        ],
+        "promql_expr_test": [
+            {
+                "expr": expr.replace("$namespace", ".*").replace("$service", ".*"),
+                "eval_time": "0m",
+                "exp_samples": [{"labels": '{namespace="a",name="away",type="Ready"}', "value": 1}],
+            }
+        ],
+    }
+    path = tmp_path / "unit.yaml"
+    path.write_text(yaml.safe_dump({"tests": [unit]}), encoding="utf-8")
+    result = subprocess.run(
+        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_chart_brings_them_as_config_maps_that_the_sidecar_finds() -> None:
     with helm.Chart.load(CHART) as chart:
         values = {"dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}
