@@ -83,10 +83,14 @@ def tracer_provider(endpoint: str | None) -> TracerProvider | None:
     """What sends spans to an OTLP collector over HTTP; None where neither `endpoint` nor the environment names one.
 
     The environment's other OTEL_* variables (headers, sampler, resource attributes) count as everywhere. Raises
-    TracingError where the extra is not installed.
+    TracingError where the extra is not installed, or the collector is no URL: the exporter would only log it, whole,
+    with each batch.
     """
     if endpoint is None and not any(os.environ.get(name) for name in _ENVIRONMENT):
         return None
+    for url in (endpoint, *map(os.environ.get, _ENVIRONMENT)):
+        if url and not url.startswith(("http://", "https://")):
+            raise TracingError("the collector of traces is no URL, expected one such as http://otel:4318")
     if find_spec("opentelemetry") is None or any(
         find_spec(f"opentelemetry.{module}") is None for module in ("sdk", "exporter", "instrumentation")
     ):

@@ -143,6 +143,16 @@ def test_without_a_collector_nothing_is_traced_and_nothing_loaded(monkeypatch: p
     assert tracer_provider(None) is None
 
 
+@pytest.mark.parametrize("endpoint", ["otel:4318", "user:secret@otel", "grpc://otel:4317"])
+def test_a_collector_that_is_no_url_is_refused_and_not_repeated(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = r"^the collector of traces is no URL, expected one such as http://otel:4318$"
+    with pytest.raises(TracingError, match=expected):
+        tracer_provider(endpoint)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    with pytest.raises(TracingError, match=expected):
+        tracer_provider(None)
+
+
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(TracingError, match=r"llmservice\[otel\]"):
