@@ -35,10 +35,12 @@ class Command:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults except None and False."""
+    """Shows defaults, except of switches, empty ones, and where the help itself says what the default is."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        if action.nargs == 0 or not action.default or "(default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class CommandError(Exception):

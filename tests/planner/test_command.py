@@ -17,6 +17,9 @@ Capture = pytest.CaptureFixture[str]
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer", type=int, default=42, help="the answer")
     parser.add_argument("--question", help="the question")
+    parser.add_argument("--unit", default="none", help="its unit (default: none)")
+    parser.add_argument("--note", action="append", default=[], help="a note")
+    parser.add_argument("--no-doubt", dest="doubt", action="store_false", help="be certain")
 
 
 def _fail(_: argparse.Namespace) -> int:
@@ -80,6 +83,8 @@ def test_help_lists_only_what_is_installed_and_defaults_that_say_something(
         main(["ask", "--help"])
     shown = capsys.readouterr().out
     assert "the answer (default: 42)" in shown
+    assert shown.count("(default: ") == 2
+    assert "its unit (default: none)\n" in shown
     assert "None" not in shown
 
 
