@@ -62,11 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="output of `helm template`: operator and gateway use its accounts, roles and arguments",
     )
-    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=["debug", "info", "warning", "error"],
+        help="of this process, on standard error; the components' logs are files",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("celpy").setLevel(logging.WARNING)  # at debug it writes each object that a rule of the CRD checks
     labels = dict(_label(text) for text in args.node_label)
     if args.state_dir is not None:
         args.state_dir.mkdir(parents=True, exist_ok=True)
