@@ -8,6 +8,7 @@ from pathlib import Path
 from llmservice_operator.explain.timeline import Series, Timeline
 from llmservice_planner.charts import (
     COLOURS,
+    FORMATS,
     ChartError,
     check_path,
     figure,
@@ -27,6 +28,8 @@ _WIDTH = 84
 
 def check(path: Path) -> None:
     """Whether a plot can be written there, before anything is read; raises ChartError."""
+    if path.suffix not in (*FORMATS, ".html"):
+        raise ChartError(f"{path} ends in {path.suffix or 'nothing'}, expected .svg, .png or .html")
     if path.suffix != ".html":
         check_path(path)
     elif not path.absolute().parent.is_dir():

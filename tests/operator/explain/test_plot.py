@@ -47,7 +47,7 @@ def test_the_hour_is_written_to_a_file(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
-    with pytest.raises(ChartError, match=r"ends in \.gif"):
+    with pytest.raises(ChartError, match=r"ends in \.gif, expected \.svg, \.png or \.html"):
         check(tmp_path / "hour.gif")
     with pytest.raises(ChartError, match="is no folder"):
         check(tmp_path / "nowhere" / "hour.html")
