@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         write_tiny_model(args.directory, spec)
     except ValueError as error:
         raise CommandError(str(error)) from error
+    except MemoryError as error:
+        raise CommandError("a model of this size does not fit into memory: choose a smaller one") from error
     except OSError as error:
         raise CommandError(f"cannot write {args.directory}: {error.strerror or error}") from error
     print(f"{args.directory}: {spec.layers} layers of {spec.hidden_size}, vocabulary {spec.vocab_size}, {spec.dtype}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmservice_planner.command import main
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
@@ -101,6 +102,11 @@ def test_encoding_puts_the_begin_token_in_front() -> None:
 def test_impossible_shapes_are_refused(wrong: dict[str, int | str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TinyModelSpec(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_larger_than_memory_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["make-tiny-model", str(tmp_path), "--hidden-size", "1000000000"]) == 2
+    assert "does not fit into memory" in capsys.readouterr().err
 
 
 def test_a_vocabulary_without_room_for_every_byte_is_refused(tmp_path: Path) -> None:
