@@ -390,6 +390,10 @@ def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
     left_out = [str(rule) for rule in rules] if isinstance(rules, Mapping) else [""]
     if not all(rule.startswith("-:") for rule in left_out):
         raise QuantizationError("config.json: quantization_config.dynamic differs by layer, which is not supported")
+    if raw.get("rotation"):  # of GPTQModel, whose down projections take inputs times a Hadamard matrix
+        raise QuantizationError(
+            f"config.json: quantization_config.rotation is {raw['rotation']!r}: rotated activations are not supported"
+        )
     version = raw.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise QuantizationError(
@@ -454,6 +458,11 @@ def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
 def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
     if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise QuantizationError(f"config.json: quantization_config.fmt is {raw['fmt']!r}, expected e4m3")
+    if semantics := raw.get("weight_scale_semantics"):  # of GPTQModel, whose weight_scale_inv is what divides
+        raise QuantizationError(
+            f"config.json: quantization_config.weight_scale_semantics is {semantics!r}, supported are scales that "
+            "multiply, without that key"
+        )
     rows, group = None, None
     if raw.get("weight_block_size") is not None:
         rows, group = _block(raw["weight_block_size"])

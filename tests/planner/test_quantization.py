@@ -174,6 +174,11 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
         ({"quant_method": "auto-round", "bits": 2, "group_size": 128}, "bits is 2, expected 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": True}, "dynamic differs by layer"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic differs by layer"),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "rotation is 'hadamard': rotated activations"),
+        (
+            {"quant_method": "fp8", "weight_scale_semantics": "inverse"},
+            "is 'inverse', supported are scales that multiply",
+        ),
         ({"quant_method": "fp8", "modules_to_not_convert": ["re:*"]}, r"names 're:\*': nothing to repeat"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
         (
