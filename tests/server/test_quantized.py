@@ -204,6 +204,24 @@ def test_experts_of_which_some_matrices_are_dense(tmp_path: Path, left_out: str)
     assert relative_error(logits(ours), logits(expected)) < 1e-3
 
 
+@both_codes
+@pytest.mark.parametrize("left_out", [".1.self_attn.q_proj", ".0.mlp.up_proj"])
+def test_a_matrix_is_dense_beside_quantised_ones_with_the_same_inputs(
+    tmp_path: Path, left_out: str, code: Implementation
+) -> None:
+    form, made = FORMATS["gptq"], dense_tensors()
+    folder, exact = write_both(tmp_path, form, made)
+    for each in (folder, exact):
+        stored = load_file(each / "model.safetensors")
+        name = f"model.layers{left_out}"
+        stored = {key: tensor for key, tensor in stored.items() if not key.startswith(name) or key.endswith(".bias")}
+        write(
+            each, stored | {f"{name}.weight": made[f"{name}.weight"]}, **json.loads((each / "config.json").read_text())
+        )
+    ours, expected = loaded(folder, "auto", code=code), loaded(exact, "dense")
+    assert relative_error(logits(ours), logits(expected)) < 1e-3
+
+
 @pytest.mark.parametrize("module", ["mlp.experts.1.up_proj", "self_attn.q_proj"])
 @pytest.mark.parametrize("shape", [(128, 128), (192, 256)])
 def test_a_quantised_matrix_of_a_wrong_shape_is_refused_by_its_name(

@@ -264,6 +264,9 @@ class Checkpoint:
         files = _Files()
         weights = Weights(dtype, device, modules.keys(), {name: each.shape for name, each in found.items()})
         model, wanted = build(config, weights), weights.tensors
+        for part in (name for place in weights.places for name in place.parts):
+            if part not in modules and (dense := found.get(f"{part}.weight")) is not None:
+                modules[part] = {"weight": dense}  # of a fused matrix whose other parts are quantised
         special: list[ComputedPlace | StackedPlace] = [*weights.computed, *weights.stacked]
         computed = {name for place in special for name in place.shapes}
         if computed and quantization == "int8":
