@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, cast
@@ -518,14 +518,22 @@ _COMPRESSED_FLOATS = {
 _COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", *_COMPRESSED_FLOATS)
 
 
-def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
+def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig | None:
+    """None where only the KV cache or attention is quantised, as ours is not."""
     groups = raw.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if not isinstance(groups, Mapping):
         raise QuantizationError("config.json: quantization_config has no config_groups")
+    sparsity = raw.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise QuantizationError(
+            f"config.json: quantization_config.sparsity_config.format is {sparsity['format']!r}, expected dense"
+        )
     if raw.get("transform_config"):
         raise QuantizationError("config.json: quantization_config.transform_config rotates activations: not supported")
     formats = []
     for name, group in groups.items():
+        if isinstance(group, Mapping) and "weights" in group and group["weights"] is None:
+            continue  # of attention
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise QuantizationError(f"config.json: quantization_config.config_groups.{name} has no weights")
         stored = group.get("format") or raw.get("format")
@@ -534,7 +542,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
                 f"config.json: quantization_config.format is {stored!r}, expected one of {', '.join(_COMPRESSED)}"
             )
         formats.append((_names(group, "targets") or ("Linear",), _compressed_format(group, stored)))
-    return QuantizationConfig(tuple(formats), _names(raw, "ignore"))
+    return QuantizationConfig(tuple(formats), _names(raw, "ignore")) if formats else None
 
 
 def _compressed_format(group: Mapping[str, Any], stored: str) -> WeightFormat:
@@ -579,7 +587,7 @@ def _compressed_format(group: Mapping[str, Any], stored: str) -> WeightFormat:
     )
 
 
-_PARSERS = {
+_PARSERS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig | None]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,

@@ -191,6 +191,14 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
             "transform_config rotates activations",
         ),
         (
+            {
+                "quant_method": "compressed-tensors",
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+                "config_groups": {"a": {"weights": INT4}},
+            },
+            "sparsity_config.format is 'sparse-24-bitmask', expected dense",
+        ),
+        (
             {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": INT4}}},
             "format is 'marlin-24', expected one of int-quantized",
         ),
@@ -199,3 +207,11 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
 def test_what_cannot_be_read_is_refused_in_one_sentence(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         parsed(**raw)
+
+
+def test_attention_and_caches_that_are_quantised_leave_the_weights_as_they_are() -> None:
+    method = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {}}
+    attention = {"targets": ["LlamaAttention"], "weights": None, "format": "dense"}
+    assert QuantizationConfig.of({"quantization_config": {**method, "config_groups": {}}}) is None
+    linear = {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"}
+    assert len(parsed(**method, config_groups={"a": attention, "b": linear}).formats) == 1

@@ -14,7 +14,8 @@ from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 SUPERFLUOUS = re.compile(
-    r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.(q|k|v|kv|prob_output)_scale|(q|k|v|qkv)_proj\.output_scale)$"
+    r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.(q|k|v|kv|prob_output)_scale|\.[qkv]_zero_point|"
+    r"(q|k|v|qkv)_proj\.output_scale)$"
 )
 """Names of what old exporters wrote, and of scales of fp8 caches and of quantised attention, of which ours has none."""
 
