@@ -20,6 +20,7 @@ from llmservice_server.models.rope import RopeConfig
 from llmservice_server.models.weights import Weights
 from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.runner import ModelRunner
+from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.sampling.grammar import GrammarCompiler
 
 BLOCK_SIZE = 16
@@ -78,7 +79,7 @@ def _started(model: EmptyModel, config: EngineConfig, num_seqs: int, num_tokens_
         model_code="own",
         runner=runner,
         embedder=BatchEmbedder(
-            EmbeddingModel(model, config.pooling),
+            EmbeddingModel(model, VectorFormat.plain(model.config.hidden_size)),
             runner.recover,
             vocab_size=model.config.vocab_size,
             max_tokens=num_tokens_each,

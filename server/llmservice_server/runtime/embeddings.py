@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -17,19 +16,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_server.backend.base import Attend, Model
 from llmservice_server.backend.torch.attention import attend_otherwise
-from llmservice_server.engine.config import Pooling
 from llmservice_server.engine.engine import execute_isolated
-from llmservice_server.types.checkpoint_config import read_json_object
-from llmservice_server.types.errors import ModelLoadError
+from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.types.messages import Embed, Embedded
-
-_POOLINGS: Mapping[str, Pooling] = {
-    "cls": "cls",
-    "cls_token": "cls",
-    "mean": "mean",
-    "mean_tokens": "mean",
-    "lasttoken": "last",
-}
 
 _SHARE = 0.12
 """Of a step's time, so that the time between two tokens grows by less than a fifth."""
@@ -138,62 +127,20 @@ class VectorModel(Protocol):
         """Yields None after each piece of the work, `rows` tokens of a single input; then what `embed` returns."""
 
 
-def pool(states: torch.Tensor, lengths: Sequence[int], pooling: Pooling) -> torch.Tensor:
-    """`states`: `[num_inputs, longest, size]`; float32 `[num_inputs, size]`, the padding left out.
-
-    As in sentence-transformers: the state of the first token (`cls`) or of the last one, or the mean of all.
-    """
-    counts = torch.tensor(lengths, device=states.device)
-    if pooling == "cls":
-        return states[:, 0].float()
-    if pooling == "last":
-        return states[torch.arange(len(lengths), device=states.device), counts - 1].float()
-    real = torch.arange(states.shape[1], device=states.device) < counts[:, None]
-    return torch.where(real[..., None], states.float(), 0.0).sum(dim=1) / counts[:, None]
-
-
-POOLING_FOLDER = "1_Pooling"
-"""Of sentence-transformers, unless modules.json names another."""
-
-
-def checkpoint_pooling(folder: Path, is_required: bool = False) -> Pooling | None:
-    """That of sentence-transformers' files in the pooling's folder, which not every checkpoint has.
-
-    Raises `ModelLoadError`.
-    """
-    path = folder / "config.json"
-    if not path.exists():
-        if is_required:
-            raise ModelLoadError(
-                f"modules.json names a Pooling, but {path} is missing: fetch it again, or set --pooling"
-            )
-        return None
-    settings = read_json_object(path)
-    modes = [key.removeprefix("pooling_mode_") for key, value in settings.items() if value is True and "_mode_" in key]
-    modes = modes or [str(settings.get("pooling_mode", "mean"))]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ModelLoadError(
-            f"{path}: the pooling is {' and '.join(modes)}, expected cls, mean or lasttoken alone: "
-            "choose one with --pooling, or another checkpoint"
-        )
-    return _POOLINGS[modes[0]]
-
-
 class EmbeddingModel:
     """Shares the generating model's weights."""
 
-    def __init__(self, model: Model, pooling: Pooling) -> None:
+    def __init__(self, model: Model, vector_format: VectorFormat) -> None:
         self._model = model
-        self._pooling: Pooling = "last" if pooling == "auto" else pooling
+        self._format = vector_format
         self.takes_pairs = False
 
     @property
     def size(self) -> int:
         """Numbers in a vector."""
-        return self._model.config.hidden_size
+        return self._format.size
 
     def embed(self, inputs: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] = ()) -> torch.Tensor:
-        """Of length 1."""
         *_, vectors = self.embed_by_piece(inputs)
         assert vectors is not None  # noqa: S101  # the last ones are
         return vectors
@@ -220,7 +167,7 @@ class EmbeddingModel:
                 yield None
             else:
                 normed = model.norm_states(states).view(len(inputs), longest, -1)
-                yield F.normalize(pool(normed, [len(ids) for ids in inputs], self._pooling), dim=-1).cpu()
+                yield self._format.vectors(normed, [len(ids) for ids in inputs]).cpu()
 
 
 class Pace:

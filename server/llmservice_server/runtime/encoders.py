@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from llmservice_planner import encoders
 from llmservice_planner.encoders import CLASSIFIER, ENCODER_BATCH
@@ -23,11 +18,12 @@ from llmservice_planner.explanation import format_bytes
 from llmservice_planner.overhead import PROCESS_BYTES, activation_bytes
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.torch.memory import available_cpu_bytes
-from llmservice_server.engine.config import EngineConfig, Pooling
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import Embedder
-from llmservice_server.runtime.embeddings import POOLING_FOLDER, BatchEmbedder, checkpoint_pooling, pool
+from llmservice_server.runtime.embeddings import BatchEmbedder
 from llmservice_server.runtime.loader import weight_files
 from llmservice_server.runtime.startup import choose_device
+from llmservice_server.runtime.vector_format import VectorFormat, pool
 from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
 from llmservice_server.types.messages import (
@@ -46,10 +42,6 @@ _LOG = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 16
 _EMBEDS = ("Model", "ForMaskedLM", "ForPreTraining")
 """What the names of architectures end with whose encoder gives embeddings; heads of pre-training are left out."""
-_MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
-"""Of sentence-transformers; others change the vectors."""
-_ACTIVATIONS = {"Identity": torch.nn.Identity(), "Tanh": torch.nn.Tanh()}
-"""Of its dense layers."""
 
 
 def is_encoder(folder: Path) -> bool:
@@ -71,80 +63,6 @@ def encoder_task(architectures: Sequence[str]) -> Task:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class VectorFormat:
-    """How an embedding is made from the states of its tokens."""
-
-    pooling: Pooling
-    normalize: bool
-    dense: torch.nn.Sequential
-    """Layers that the pooled states go through, in float32, as they are."""
-
-    @classmethod
-    def of(cls, folder: Path, wanted: Pooling, size: int) -> VectorFormat:
-        """As sentence-transformers' files of the checkpoint say; without them the mean, of length 1.
-
-        size: numbers in a state.
-
-        Raises `ModelLoadError` for modules and poolings that are not computed here.
-        """
-        entries = _modules(folder)
-        modules = [kind for kind, _ in entries]
-        if unknown := sorted(set(modules) - _MODULES):
-            raise ModelLoadError(
-                f"modules.json names {', '.join(unknown)}, expected only {', '.join(sorted(_MODULES))}: "
-                "the server does not compute the others, choose another checkpoint"
-            )
-        if modules and "Pooling" not in modules and wanted == "auto":
-            raise ModelLoadError(
-                "modules.json names no Pooling, as where a model has a vector for each token, which is not served: "
-                "choose one vector of a text with --pooling, or another checkpoint"
-            )
-        pooling_folder = folder / (dict(entries).get("Pooling") or POOLING_FOLDER)
-        pooling = checkpoint_pooling(pooling_folder, "Pooling" in modules) if wanted == "auto" else wanted
-        dense = torch.nn.Sequential()
-        for path in [path for kind, path in entries if kind == "Dense"]:
-            layer, activation = _dense(folder / path, size)
-            dense.extend((layer, activation))
-            size = layer.out_features
-        return cls(pooling or "mean", not modules or "Normalize" in modules, dense)
-
-
-def _dense(folder: Path, size: int) -> tuple[torch.nn.Linear, torch.nn.Module]:
-    """A dense layer of sentence-transformers for `size` numbers, and its activation. Raises `ModelLoadError`."""
-    settings, weights = read_json_object(folder / "config.json"), folder / "model.safetensors"
-    name = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
-    if name not in _ACTIVATIONS:
-        raise ModelLoadError(
-            f"{folder}: activation_function is {name}, expected {' or '.join(_ACTIVATIONS)}: choose another checkpoint"
-        )
-    try:
-        tensors = {key.removeprefix("linear."): tensor.float() for key, tensor in load_file(weights).items()}
-        layer = torch.nn.Linear(size, len(tensors["weight"]), "bias" in tensors)
-        layer.load_state_dict(tensors)
-    except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
-        raise ModelLoadError(
-            f"{weights} is no dense layer for {size} numbers ({_first_line(error)}): fetch it again"
-        ) from error
-    return layer.requires_grad_(requires_grad=False), _ACTIVATIONS[name]
-
-
-def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The kind of each, with its whole name where it is none of sentence-transformers' own, and its folder."""
-    path = folder / "modules.json"
-    if not path.exists():
-        return []
-    try:
-        return [
-            (re.sub(r"^sentence_transformers\.(.*\.)?", "", str(module["type"])), str(module.get("path", "")))
-            for module in json.loads(path.read_text(encoding="utf-8"))
-        ]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ModelLoadError(
-            f"{path} is no list of sentence-transformers' modules ({error}): fetch it again"
-        ) from error
-
-
 class EncoderModel:
     """Implements `VectorModel`: pooled states, or the logits of a cross-encoder."""
 
@@ -160,10 +78,8 @@ class EncoderModel:
 
     @property
     def size(self) -> int:
-        """Numbers in a vector: the model's width, or 1 for a cross-encoder."""
-        dense = () if self._format is None else self._format.dense
-        sizes = [layer.out_features for layer in dense if isinstance(layer, torch.nn.Linear)]
-        return 1 if self._format is None else [int(self._model.config.hidden_size), *sizes][-1]
+        """Numbers in a vector; 1 for a cross-encoder."""
+        return 1 if self._format is None else self._format.size
 
     @torch.inference_mode()
     def embed(self, inputs: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] = ()) -> torch.Tensor:
@@ -179,8 +95,7 @@ class EncoderModel:
         if self._format is None:
             logits: torch.Tensor = output.logits.float().cpu()
             return logits
-        vectors = self._format.dense(pool(output.last_hidden_state, lengths, self._format.pooling))
-        return (F.normalize(vectors, dim=-1) if self._format.normalize else vectors).cpu()
+        return self._format.vectors(output.last_hidden_state, lengths).cpu()
 
     def embed_by_piece(
         self, inputs: Sequence[Sequence[int]], rows: int | None = None, type_ids: Sequence[Sequence[int]] = ()
@@ -262,7 +177,7 @@ def load_encoder(config: EngineConfig) -> EncoderEngine:
     memory_bytes = _memory_bytes(config, shape, device, dtype, batch_tokens)
     try:
         loaded = _load(folder, task, getattr(torch, dtype)).to(device)
-        dense = [] if vector_format is None else [*vector_format.dense.to(device).parameters()]
+        dense = [] if vector_format is None else [*vector_format.modules.to(device).parameters()]
         memory_bytes["weights"] = sum(each.nbytes for each in (*loaded.parameters(), *dense))
         model = EncoderModel(loaded, vector_format)
         _warm_up(model, longest if device.type == "cuda" else min(_WARM_UP_TOKENS, longest), batch_tokens, device)

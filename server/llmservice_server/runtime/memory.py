@@ -13,6 +13,7 @@ from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import KVCachePlan
 from llmservice_server.runtime.embeddings import EmbeddingModel
 from llmservice_server.runtime.runner import ModelRunner, staging_bytes
+from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.types.errors import OutOfMemoryError
 
 GIB = 1 << 30
@@ -71,7 +72,8 @@ def _full_step(model: Model, backend: Backend, config: EngineConfig) -> tuple[Mo
     def step() -> None:
         runner.dummy_step(config.step_tokens, config.most_seqs, longest, config.block_size)
         if not backend.shares_memory:  # inputs of /v1/embeddings are computed between steps, without the KV cache
-            EmbeddingModel(model, config.pooling).embed([[0] * longest] * (config.step_tokens // longest))
+            embedding = EmbeddingModel(model, VectorFormat.plain(model.config.hidden_size))
+            embedding.embed([[0] * longest] * (config.step_tokens // longest))
 
     return runner, step, num_blocks * backend.shape.bytes_per_block
 

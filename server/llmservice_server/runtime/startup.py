@@ -25,11 +25,12 @@ from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
 from llmservice_server.models.lora import Adaptables, AdapterSlots, can_apply_by_row
 from llmservice_server.runtime.adapters import SlotStore
-from llmservice_server.runtime.embeddings import POOLING_FOLDER, BatchEmbedder, EmbeddingModel, checkpoint_pooling
+from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import GIB, Memory, measure_activations, most_sequences, plan_kv_cache, seconds
 from llmservice_server.runtime.runner import ModelRunner, SwappedBlocks
 from llmservice_server.runtime.start_record import StartRecord
+from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.sampling.grammar import GrammarCompiler
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
 
@@ -296,11 +297,10 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -
 
 
 def _embedder(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -> BatchEmbedder:
-    pooling = config.pooling
-    if pooling == "auto":
-        pooling = checkpoint_pooling(config.model / POOLING_FOLDER) or "last"
+    vector_format = VectorFormat.of(config.model, config.pooling, runner.model.config.hidden_size, default="last")
+    vector_format.modules.to(runner.model.device)
     return BatchEmbedder(
-        EmbeddingModel(runner.model, pooling),
+        EmbeddingModel(runner.model, vector_format),
         runner.recover,
         vocab_size=runner.model.config.vocab_size,
         max_tokens=min(kv_cache.max_model_len, config.step_tokens),

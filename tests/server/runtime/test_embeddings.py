@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from llmservice_server.engine.config import EngineConfig, Implementation, Pooling
 from llmservice_server.runtime.embeddings import BatchEmbedder, Batcher, EmbeddingModel, Item, Pace
 from llmservice_server.runtime.startup import load_engine, start
+from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import Embed
 
@@ -223,7 +224,7 @@ def _embedder(model: Path, pooling: Pooling = "last") -> BatchEmbedder:
     config = EngineConfig(model=model, dtype="float32", kv_cache_memory_bytes=2**20, threads=1, max_model_len=128)
     runner = start(config).runner
     return BatchEmbedder(
-        EmbeddingModel(runner.model, pooling),
+        EmbeddingModel(runner.model, VectorFormat.plain(runner.model.config.hidden_size, pooling)),
         runner.recover,
         vocab_size=193,
         max_tokens=128,
@@ -297,6 +298,28 @@ def _save_for_embeddings(folder: Path, architecture: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+
+
+def test_vectors_of_a_decoder_go_through_its_modules(tmp_path: Path) -> None:
+    """They are not of length 1 where modules.json names no Normalize."""
+    torch.manual_seed(5)
+    reference = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)).eval()
+    reference.save_pretrained(tmp_path)
+    modules = [{"type": f"sentence_transformers.models.{name}", "path": f"2_{name}"} for name in ("Pooling", "Dense")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    for path in ("2_Pooling", "2_Dense"):
+        (tmp_path / path).mkdir()
+    (tmp_path / "2_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
+    (tmp_path / "2_Dense/config.json").write_text('{"activation_function": "torch.nn.Identity"}')
+    weight = torch.randn(10, SMALL["hidden_size"])
+    save_file({"linear.weight": weight}, tmp_path / "2_Dense/model.safetensors")
+    engine = load_engine(EngineConfig(model=tmp_path, dtype="float32", threads=1, max_model_len=128))
+    assert (engine.ready.task, engine.ready.embedding_size) == ("generate", 10)
+    assert isinstance(engine.embedder, BatchEmbedder)
+    for ids, vector in zip(_inputs(3), _embed(engine.embedder, _inputs(3)), strict=True):
+        with torch.inference_mode():
+            states = reference.model(torch.tensor([ids])).last_hidden_state[0]
+        assert np.allclose(vector, (weight @ states.mean(dim=0)).numpy(), atol=1e-4)
 
 
 def test_a_missing_head_of_a_model_that_generates_is_refused(tmp_path: Path) -> None:
@@ -376,7 +399,7 @@ def test_states_that_are_not_finite_fail_their_own_request_only(tiny_model: Path
     model = runner.model
     model.embed_tokens[7] = float("nan")
     embedder = BatchEmbedder(
-        EmbeddingModel(model, "mean"),
+        EmbeddingModel(model, VectorFormat.plain(model.config.hidden_size, "mean")),
         runner.recover,
         vocab_size=100,
         max_tokens=64,
