@@ -88,6 +88,20 @@ FAMILIES = {
     ),
     "mixtral, sharded": Family("mixtral", {"num_local_experts": 4}, shard="40KB"),
     "qwen2-moe, a shared expert with a gate": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen2-moe, windows of every other layer before the last": Family(
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 32,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 2,
+        },
+        rewrite={"layer_types": None},
+    ),
+    "qwen3-moe, a window of all layers": Family(
+        "qwen3_moe", {**EXPERTS, "head_dim": 16, "use_sliding_window": True, "sliding_window": 24}
+    ),
     "qwen3-moe": Family("qwen3_moe", {**EXPERTS, "head_dim": 16}),
     "qwen3-moe, a dense layer and normalised weights": Family(
         "qwen3_moe", {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}

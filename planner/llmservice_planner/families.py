@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-SlidingRule = Literal["none", "all", "even", "pattern", "last", "listed"]
+SlidingRule = Literal["none", "all", "even", "pattern", "first", "last", "listed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Family:
     norms_per_layer: int = 2
     sliding: SlidingRule = "none"
     """The sliding-window layers without `layer_types`: `even` 0, 2, 4…; `pattern` all but every n-th (Gemma 3);
-    `last` those from `max_window_layers` on (Qwen); `listed` none (families that are not known)."""
+    `first` every other one before `max_window_layers` (Qwen2-MoE), `last` those from it on (Qwen); `listed` none
+    (families that are not known)."""
     router_bias: bool = False
     """A bias of the router, or a correction of its scores (DeepSeek-V3), for each expert."""
     normalizes_experts: bool = False
@@ -134,7 +135,7 @@ _ALL = (
         },
         "Qwen2MoeForCausalLM",
         qkv_bias=True,
-        sliding="last",
+        sliding="first",
         shared_gate=True,
     ),
     Family("qwen3", {**_QWEN, "head_dim": 128}, "Qwen3ForCausalLM", qk_norm=True, sliding="last"),
@@ -149,7 +150,7 @@ _ALL = (
         },
         "Qwen3MoeForCausalLM",
         qk_norm=True,
-        sliding="last",
+        sliding="all",
     ),
     Family(
         "gpt_oss",

@@ -60,15 +60,25 @@ class _Values:
 
 
 def patched(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A JSON merge patch (RFC 7396): objects are merged, null removes a key, all else replaces."""
+    """A JSON merge patch (RFC 7396): objects are merged, null removes a key, all else replaces.
+
+    `rope_scaling` changes the `rope_parameters` of a config.json that has these, as transformers 5 writes it.
+    """
     result = dict(config)
     for key, value in (overrides or {}).items():
+        if key == "rope_scaling" and isinstance(value, Mapping) and isinstance(config.get("rope_parameters"), Mapping):
+            key, value = "rope_parameters", _with_rope_type(value)  # noqa: PLW2901
         before = result.pop(key, None)
         if isinstance(value, Mapping):
             result[key] = patched(before if isinstance(before, Mapping) else {}, value)
         elif value is not None:
             result[key] = value
     return result
+
+
+def _with_rope_type(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the newer name of its kind, which goes before `type`."""
+    return {"rope_type": rope["type"], **rope} if "type" in rope else rope
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -288,6 +298,8 @@ def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, 
         sliding = layers - layers // values.positive("sliding_window_pattern")
     elif family.sliding == "listed":
         sliding = 0
+    elif family.sliding == "first":
+        sliding = (min(layers, values.count("max_window_layers") or 0) + 1) // 2
     else:
         sliding = max(0, layers - (values.count("max_window_layers") or 0))
     return (window, sliding) if sliding else (None, 0)

@@ -51,6 +51,8 @@ def test_a_config_without_dtype_means_float32(config_of: ConfigOf) -> None:
         ("gemma-3-1b", {"layer_types": ["full_attention"] * 25 + ["sliding_attention"]}, 512, 1),
         ("qwen2.5-7b", {}, None, 0),  # a window that is switched off
         ("qwen2.5-7b", {"use_sliding_window": True, "max_window_layers": 20}, 131072, 8),
+        ("qwen1.5-moe-a2.7b", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 21}, 64, 11),
+        ("qwen3-30b-a3b", {"use_sliding_window": True, "sliding_window": 64}, 64, 48),
         ("llama-3-8b", {"sliding_window": 4096}, None, 0),  # not a thing in this family
     ],
 )
@@ -93,6 +95,21 @@ def test_sliding_layers_of_other_families_are_found_without_layer_types(
 def test_overrides_are_a_merge_patch(config: dict[str, Any], patch: dict[str, Any], result: dict[str, Any]) -> None:
     """Examples of RFC 7396, appendix A."""
     assert patched(config, patch) == result
+
+
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+@pytest.mark.parametrize("outer", [(), ("text_config",)])
+def test_rope_scaling_changes_the_parameters_of_newer_checkpoints(name: str, outer: tuple[str, ...]) -> None:
+    config: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    patch: dict[str, Any] = {"rope_scaling": {name: "yarn", "factor": 4.0}}
+    for key in outer:
+        config, patch = {key: config}, {key: patch}
+    result = patched(config, patch)
+    for key in outer:
+        result = result[key]
+    expected = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    assert expected.items() <= result["rope_parameters"].items()
+    assert "rope_scaling" not in result
 
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -254,15 +254,16 @@ def quantization_of(raw: Mapping[str, Any]) -> QuantizationConfig | None:
 def _windows(family: Family, keys: CheckpointConfig) -> tuple[int | None, ...]:
     """Of the layers that `layer_types` names, or that the family's rule does; Qwen needs `use_sliding_window` too."""
     window, num_layers = keys.sliding_window or None, keys.num_hidden_layers
-    if window is None or family.sliding == "none" or (family.sliding == "last" and not keys.use_sliding_window):
+    is_off = "use_sliding_window" in family.defaults and not keys.use_sliding_window
+    if window is None or family.sliding == "none" or is_off:
         return (None,) * num_layers
-    if family.sliding == "all":
-        return (window,) * num_layers
     if keys.layer_types is None:
-        first, pattern = keys.max_window_layers or 0, keys.sliding_window_pattern or 2
+        bound, pattern = keys.max_window_layers or 0, keys.sliding_window_pattern or 2
         layers = range(num_layers)
         slides = {
-            "last": [layer >= first for layer in layers],
+            "all": [True] * num_layers,
+            "first": [layer % 2 == 0 and layer < bound for layer in layers],
+            "last": [layer >= bound for layer in layers],
             "even": [layer % 2 == 0 for layer in layers],
             "pattern": [(layer + 1) % pattern != 0 for layer in layers],
         }[family.sliding]

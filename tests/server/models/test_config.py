@@ -29,6 +29,11 @@ def parse(architecture: str, **keys: Any) -> ModelConfig:
         ("Mistral", {"sliding_window": 100}, (100, 100, 100, 100)),
         ("Mistral", {"sliding_window": None}, (None, None, None, None)),
         ("Mistral", {}, (4096, 4096, 4096, 4096)),
+        (
+            "Mistral",  # Ministral 8B, which is a model of its own in transformers
+            {"sliding_window": 7, "layer_types": ["full_attention", *["sliding_attention"] * 3]},
+            (None, 7, 7, 7),
+        ),
         ("Qwen2", {"sliding_window": 100, "max_window_layers": 2}, (None, None, None, None)),
         ("Qwen2", {"sliding_window": 100, "max_window_layers": 2, "use_sliding_window": True}, (None, None, 100, 100)),
         ("Qwen3", {"sliding_window": 7, "max_window_layers": 0, "use_sliding_window": True}, (7, 7, 7, 7)),
