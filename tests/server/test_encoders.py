@@ -418,6 +418,9 @@ def test_an_encoder_answers_embeddings(embedder: Any) -> None:
         for body in ({"input": long, "truncate_prompt_tokens": -1}, {"input": " ".join(["a1"] * 62)})
     )
     assert cut == pytest.approx(whole, abs=1e-5), "the special tokens are kept"
+    status, answer = server.post("/v1/embeddings", {"model": "tiny", "input": long, "truncate_prompt_tokens": 1})
+    assert status == 400
+    assert "truncate_prompt_tokens is 1, expected more than the 2 tokens" in answer["error"]["message"]
 
 
 def test_what_an_encoder_does_not_do_is_refused_with_what_it_does(embedder: Any, reranker: Any, server: Any) -> None:

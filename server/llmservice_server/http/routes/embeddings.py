@@ -75,8 +75,14 @@ def _inputs(body: EmbeddingRequest, ready: Ready, tokenizer: Tokenizer) -> list[
         return truncated(token_ids(body.inputs, tokenizer, None, "input"), kept, longest)
     kept = longest if kept == -1 else kept
     texts = [given for given in body.inputs if isinstance(given, str)]
-    encoded = iter(tokenizer.encode_truncated(texts, kept))
-    return [next(encoded) if isinstance(given, str) else given[:kept] for given in body.inputs]
+    encoded = tokenizer.encode_truncated(texts, kept)
+    if (fewest := max(map(len, encoded), default=0)) > kept:  # nothing of the text is left between special tokens
+        raise invalid(
+            f"truncate_prompt_tokens is {kept}, expected more than the {fewest} tokens around every text",
+            param="truncate_prompt_tokens",
+        )
+    cut = iter(encoded)
+    return [next(cut) if isinstance(given, str) else given[:kept] for given in body.inputs]
 
 
 def _check(body: EmbeddingRequest, inputs: Sequence[list[int]], ready: Ready, tokenizer: Tokenizer) -> None:
