@@ -114,6 +114,7 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     "an hf uri without a name": (uri("hf://org"), "spec.model"),
     # contradictions
     "GPU-hours of a CPU": (autoscaling(maxGPUHoursPerDay=40), "spec"),
+    "replicas beside autoscaling": (autoscaling() | {"replicas": 2}, "spec"),
     "min above max": (autoscaling(minReplicas=4), "spec.autoscaling"),
     "an idle time without going to zero": (autoscaling(idleTimeout="5m"), "spec.autoscaling"),
     "no surge and nothing unavailable": ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout"),

@@ -23,6 +23,18 @@ from llmservice_local.kinds.schema import Schema, field_schema, item_key, item_s
 from llmservice_operator.api.units import amount
 
 _ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Optional:
+    """CEL's optional, for which cel-python has no type."""
+
+    value: Any
+
+    def has_value(self) -> celtypes.BoolType:
+        return celtypes.BoolType(self.value is not None)
+
+
 Evaluate = Callable[[Mapping[str, Any]], Any]
 
 
@@ -48,7 +60,7 @@ class Rules:
         self._compile(schema, "")
 
     def check(self, obj: Any, old: Any = None) -> Iterator[FieldError]:
-        """The violated rules; transition rules (`oldSelf`) run only if there is an old value.
+        """The violated rules; transition rules (`oldSelf`) without optionalOldSelf run only if there is an old value.
 
         Unchanged values are not validated again (validation ratcheting, on by default since Kubernetes 1.33).
         """
@@ -141,13 +153,15 @@ def _compiled(expression: str) -> celpy.Runner:
 
 
 def _violations(rules: tuple[Rule, ...], value: Any, old: Any, schema: Schema, path: str) -> Iterator[FieldError]:
-    """With optionalOldSelf a real server passes an empty optional, for which cel-python has no type."""
+    is_new = old is _ABSENT
     changed = value != old
-    ruling = [rule for rule in rules if (old is not _ABSENT if rule.transition else changed)]
-    variables = {"self": to_cel(value, schema)} if ruling else {}
-    if any(rule.transition for rule in ruling):
-        variables["oldSelf"] = to_cel(old, schema)
+    ruling = [rule for rule in rules if (rule.optional_old_self or not is_new if rule.transition else changed)]
+    current = to_cel(value, schema) if ruling else None
+    before = to_cel(old, schema) if not is_new and any(rule.transition for rule in ruling) else None
     for rule in ruling:
+        variables = {"self": current}
+        if rule.transition:
+            variables["oldSelf"] = _Optional(before) if rule.optional_old_self else before
         if (why := _why_not(rule, variables)) is not None:
             yield _error(rule, value, path, why)
 
@@ -187,6 +201,8 @@ def _quantity(text: celtypes.StringType) -> celtypes.DoubleType:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "hasValue": _Optional.has_value,
+    "value": lambda optional: optional.value,
     "isURL": _is_url,
     "quantity": _quantity,
     "isGreaterThan": lambda one, other: celtypes.BoolType(one > other),

@@ -15,8 +15,16 @@ class SchemaModel(BaseModel):
 
 
 def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
-    """CEL rules (rule, message) as the schema extension that the API server evaluates on every write."""
-    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in pairs]}
+    """CEL rules (rule, message) as the schema extension that the API server evaluates on every write.
+
+    A rule about `oldSelf`, an optional, is evaluated at creation too, where it has no value.
+    """
+    return {"x-kubernetes-validations": [_rule(rule, message) for rule, message in pairs]}
+
+
+def _rule(rule: str, message: str) -> dict[str, Any]:
+    optional = {"optionalOldSelf": True} if "oldSelf" in rule else {}
+    return {"rule": rule, "message": message, **optional}
 
 
 OPEN_OBJECT: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}

@@ -480,6 +480,7 @@ _NO_ADAPTERS = "!has(self.adapters) || size(self.adapters) == 0"
 _OTHER_NAMES = "self.adapters.all(one, one.name != self.model.servedName)"
 
 
+_UNCHANGED_REPLICAS = "(oldSelf.hasValue() && self.replicas == oldSelf.value().replicas)"
 _BUDGET = "self.autoscaling.maxGPUHoursPerDay"
 _HAS_BUDGET = f"has(self.autoscaling) && has({_BUDGET})"
 _ON_GPU = "(has(self.resources.gpu) && self.resources.gpu.count > 0)"
@@ -497,8 +498,8 @@ class LLMServiceSpec(SchemaModel):
                 "adapters can't have the model's own name (model.servedName): choose another",
             ),
             (  # a scale of before autoscaling stays, for a manifest without replicas can't remove another manager's
-                "!has(self.autoscaling) || self.replicas == 1 || self.replicas == oldSelf.replicas",
-                "replicas is ignored where autoscaling is set: leave it as it is, and set autoscaling.minReplicas",
+                f"!has(self.autoscaling) || self.replicas == 1 || {_UNCHANGED_REPLICAS}",
+                "replicas is ignored where autoscaling is set: set autoscaling.minReplicas instead",
             ),
             (
                 f"!({_HAS_BUDGET}) || {_ON_GPU}",

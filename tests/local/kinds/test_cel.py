@@ -51,6 +51,16 @@ def test_transition_rule_runs_only_where_there_is_an_old_value() -> None:
     assert error.detail.endswith("a is immutable")
 
 
+def test_transition_rule_with_an_optional_old_value_runs_at_creation_too() -> None:
+    rule = {"rule": "self.a == 1 || (oldSelf.hasValue() && self.a == oldSelf.value().a)", "optionalOldSelf": True}
+    compiled = rules(rule | {"message": "a stays"}, a=INTEGER)
+    assert list(compiled.check({"spec": {"a": 1}})) == []
+    (error,) = compiled.check({"spec": {"a": 2}})
+    assert error.detail.endswith("a stays")
+    assert list(compiled.check({"spec": {"a": 2}}, {"spec": {"a": 2}})) == []
+    assert len(list(compiled.check({"spec": {"a": 3}}, {"spec": {"a": 2}}))) == 1
+
+
 def test_transition_rule_inside_a_list_map_compares_items_of_one_key() -> None:
     item = {
         "type": "object",

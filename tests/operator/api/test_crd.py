@@ -167,6 +167,7 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
             "gateway.inferencePool needs autoscaling.minReplicas of at least 1",
         ),
         ({"gateway": {"endpointPicker": {"name": "x"}}}, "spec.gateway", "endpointPicker needs inferencePool: true"),
+        ({"autoscaling": {"maxReplicas": 4}, "replicas": 2}, "spec", "set autoscaling.minReplicas instead"),
         ({"autoscaling": {}}, "spec.autoscaling.maxReplicas", "Required"),
         ({"model": {"uri": "ftp://x/y"}}, "spec.model", "uri must be"),
         ({"model": {"uri": "file://relative"}}, "spec.model", "uri must be"),
