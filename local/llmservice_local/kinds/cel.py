@@ -16,7 +16,7 @@ import celpy
 from celpy import celtypes
 from celpy.adapter import json_to_cel
 from celpy.celparser import CELParseError
-from celpy.evaluation import CELEvalError
+from celpy.evaluation import CELEvalError, bool_eq, bool_ne
 
 from llmservice_local.errors import FieldError
 from llmservice_local.kinds.schema import Schema, field_schema, item_key, item_schema, json_type, map_keys
@@ -183,6 +183,17 @@ def _error(rule: Rule, value: Any, path: str, why: str) -> FieldError:
     return FieldError(at, rule.reason, f"Invalid value: {shown}: {why}")
 
 
+def _across_types(compare: Callable[[Any, Any], Any], *, otherwise: bool) -> Callable[[Any, Any], Any]:
+    """Text and a number differ, as in a field that takes both; cel-python raises."""
+
+    def compared(one: Any, other: Any) -> Any:
+        differ = isinstance(one, str) != isinstance(other, str)
+        failed = isinstance(one, CELEvalError) or isinstance(other, CELEvalError)
+        return celtypes.BoolType(otherwise) if differ and not failed else compare(one, other)
+
+    return compared
+
+
 def _is_url(value: celtypes.StringType) -> celtypes.BoolType:
     return celtypes.BoolType(re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://[^/\s]", value) is not None)
 
@@ -201,6 +212,8 @@ def _quantity(text: celtypes.StringType) -> celtypes.DoubleType:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_==_": _across_types(bool_eq, otherwise=False),
+    "_!=_": _across_types(bool_ne, otherwise=True),
     "hasValue": _Optional.has_value,
     "value": lambda optional: optional.value,
     "isURL": _is_url,

@@ -353,7 +353,7 @@ class Rollout(SchemaModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
-                "!(self.maxSurge == 0 && self.maxUnavailable == 0)",
+                "!(string(self.maxSurge).matches('^0+%?$') && string(self.maxUnavailable).matches('^0+%?$'))",
                 "maxSurge and maxUnavailable can't both be 0: no pod could ever be replaced",
             )
         )

@@ -28,6 +28,9 @@ INTEGER = {"type": "integer"}
         ("self.l.all(x, x.size() < 3)", {"l": ["ab", "abc"]}, False),
         ("duration(self.u) >= duration('1s')", {"u": "500ms"}, False),
         ("self.u in ['a', 'b']", {"u": "b"}, True),
+        ("self.n == 0", {"n": "25%"}, False),
+        ("self.n != 0 && self.n == '25%'", {"n": "25%"}, True),
+        ("self.n == 0 && self.n != '25%'", {"n": 0}, True),
     ],
 )
 def test_rule_result(rule: str, spec: dict[str, Any], holds: bool) -> None:
@@ -37,6 +40,7 @@ def test_rule_result(rule: str, spec: dict[str, Any], holds: bool) -> None:
         b=INTEGER,
         u={"type": "string"},
         r={"type": "number"},
+        n={"x-kubernetes-int-or-string": True},
         l={"type": "array", "items": {"type": "string"}},
     )
     errors = [str(error) for error in compiled.check({"spec": spec})]

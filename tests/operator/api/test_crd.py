@@ -253,6 +253,7 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"monitoring": {"interval": ""}}, "spec.monitoring.interval", "at least 1 chars"),
         ({"slo": {"ttftP99": "2 seconds"}}, "spec.slo.ttftP99", "2 seconds"),
         ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout", "can't both be 0"),
+        ({"rollout": {"maxSurge": "0%", "maxUnavailable": "00%"}}, "spec.rollout", "can't both be 0"),
         ({"engine": {"prefixCache": True}}, "prefixCache", "unknown field"),
         ({"engine": {"swapSpaceGiB": -1}}, "spec.engine.swapSpaceGiB", "0"),
     ],
@@ -266,6 +267,13 @@ async def test_a_bad_manifest_is_refused_with_path_and_reason(
     assert refused.value.status in {400, 422}
     assert path in str(refused.value)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("rollout", [{"maxSurge": "25%"}, {"maxSurge": 0, "maxUnavailable": "10%"}], ids=str)
+async def test_a_rollout_in_percent_is_accepted(rollout: dict[str, Any], kube: KubeClient, manifest_of: Any) -> None:
+    created = await create(kube, manifest_of(rollout=rollout))
+
+    assert created["spec"]["rollout"] == {"maxSurge": 1, "maxUnavailable": 0} | rollout
 
 
 @pytest.mark.parametrize("name", ["a" * 53, "1st", "with.dot"])
