@@ -17,15 +17,19 @@ from typing import Any
 
 from llmservice_local.errors import ApiError
 from llmservice_local.kinds.schema import (
+    BAD_QUANTITY,
     Schema,
     canonical,
     declares,
     field_schema,
+    has_bad_quantity,
     is_atomic_map,
     is_set,
     item_key,
     item_schema,
+    json_type,
     map_keys,
+    mistyped,
 )
 from llmservice_local.objects import Object
 
@@ -73,19 +77,29 @@ def from_fields_v1(fields: Mapping[str, Any], prefix: Path = ()) -> Iterator[Pat
 
 
 def check_typed(applied: Object, schema: Schema) -> None:
-    """Raise the API server's error for fields that the schema lacks and items with the same key: it has status 500."""
+    """Raise the API server's error for what is not of the schema's types: it has status 500."""
     errors = list(_untyped(applied, schema, ""))
-    if not errors:
-        return
     metadata = applied["metadata"]
     name = "/".join(filter(None, (metadata.get("namespace"), metadata["name"])))
-    what = f"{name}; {applied['apiVersion']}, Kind={applied['kind']}"
+    kind = f"{applied['apiVersion']}, Kind={applied['kind']}"
+    what = f"{name}; {kind}"
+    if not errors:
+        if has_bad_quantity(applied, schema):
+            unconverted = f"unable to convert unstructured object to {kind}: {BAD_QUANTITY}"
+            raise ApiError(500, "", f"failed to convert new object ({what}) to proper version: {unconverted}")
+        return
     listed = errors[0] if len(errors) == 1 else "\n".join(["errors:", *(f"  {error}" for error in errors)])
     raise ApiError(500, "", f"failed to create typed patch object ({what}): {listed}")
 
 
+_EXPECTED = {"array": "list", "object": "map", "integer": "numeric (int or float)", "number": "numeric (int or float)"}
+
+
 def _untyped(value: Any, schema: Schema, path: str) -> Iterator[str]:
-    if isinstance(value, dict):
+    """The fields that the schema lacks, the values of another type, and the items with the same key."""
+    if wanted := mistyped(value, schema):
+        yield f"{path}: expected {_EXPECTED.get(wanted, wanted)}, got {json_type(value)}"
+    elif isinstance(value, dict):
         for name, child in value.items():
             at = f"{path}.{name}"
             if declares(schema, name):
@@ -96,6 +110,9 @@ def _untyped(value: Any, schema: Schema, path: str) -> Iterator[str]:
         keys, below = map_keys(schema), item_schema(schema)
         seen: set[str] = set()
         for index, item in enumerate(value):
+            if keys and item is None:
+                yield f"{path}: element {index}: associative list with keys may not have a null element"
+                continue
             key = dotted(("k:" + item_key(item, keys, below),)) if keys else f"[{index}]"
             if key in seen:
                 yield f"{path}: duplicate entries for key {key}"

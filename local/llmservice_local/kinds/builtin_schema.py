@@ -61,6 +61,7 @@ _ATOMIC_MAPS = {
 }
 _ATOMIC_FIELDS = {("V1ServiceSpec", "selector"), ("V1PodSpec", "nodeSelector")}
 _INT_OR_STRING = {"targetPort", "maxSurge", "maxUnavailable", "minAvailable", "port"}
+_QUANTITY: Schema = {"x-kubernetes-int-or-string": True, "format": "quantity"}
 _QUANTITY_MAPS = {"limits", "requests", "capacity", "allocatable", "hard", "used"}
 _OPAQUE = {"V1JSONSchemaProps", "V1ManagedFieldsEntry"}  # the first is recursive, the second is set by the server
 
@@ -94,9 +95,11 @@ def builtin_schema(model: str) -> Schema:
 def _field(model: str, name: str, declared: str) -> Schema:
     if declared == "object" and name in _INT_OR_STRING:
         return {"x-kubernetes-int-or-string": True}
+    if name == "sizeLimit":
+        return _QUANTITY
     schema = _typed(declared)
     if name in _QUANTITY_MAPS and declared == "Dict[str, str]":
-        schema = {"type": "object", "additionalProperties": {"x-kubernetes-int-or-string": True}}
+        schema = {"type": "object", "additionalProperties": _QUANTITY}
     if (model, name) in _ATOMIC_FIELDS:
         schema = {**schema, "x-kubernetes-map-type": "atomic"}
     return {**schema, **_merge_rules(model, name, schema)}

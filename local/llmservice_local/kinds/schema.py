@@ -259,6 +259,21 @@ def _fits(value: Any, schema: Schema) -> bool:
     return next(validate(value, schema), None) is None
 
 
+def mistyped(value: Any, schema: Schema) -> str | None:
+    """The type of the schema, where the value has another; null is of every type."""
+    wanted: str | None = schema.get("type")
+    return None if value is None or wanted is None or _FITS.get(wanted, _anything)(value) else wanted
+
+
+def has_bad_quantity(value: Any, schema: Schema) -> bool:
+    """Whether a text within is no quantity, where the schema has one."""
+    if isinstance(value, dict):
+        return any(has_bad_quantity(item, field_schema(schema, name)) for name, item in value.items())
+    if isinstance(value, list):
+        return any(has_bad_quantity(item, item_schema(schema)) for item in value)
+    return schema.get("format") == "quantity" and isinstance(value, str) and not QUANTITY.search(value)
+
+
 def json_type(value: Any) -> str:
     """The JSON schema name of a value's type."""
     if value is None:
@@ -285,4 +300,6 @@ def go_pattern(pattern: str) -> str:
     return re.sub(r"(\\.)|(\[(?:\\.|[^\]])*\])|(\$)", lambda m: r"\Z" if m[3] else m[0], pattern)
 
 
+QUANTITY = re.compile(r"^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)\Z")
+BAD_QUANTITY = r"quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
 _DATE_TIME = re.compile(r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:?\d\d)$")

@@ -17,8 +17,9 @@ from llmservice_operator.pods.pod import Trouble
 
 _REFUSED = frozenset({400, 403, 422})
 """The same request would get the same answer: it is reported in the status instead of being retried at once."""
-_NOT_TYPED = "failed to create typed patch object"
-"""The API server answers unknown fields and duplicate keys of an apply with status 500 and this message."""
+_NOT_TYPED = ("failed to create typed patch object", "failed to convert new object")
+"""The API server answers an apply with unknown fields, duplicate keys, or values of a wrong type or format (quantities)
+with status 500 and these messages."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 5.0, 300.0
 
 
@@ -118,7 +119,7 @@ class Applier:
 
 
 def _is_refusal(error: KubeError) -> bool:
-    return error.status in _REFUSED or (error.status == 500 and _NOT_TYPED in str(error))
+    return error.status in _REFUSED or (error.status == 500 and any(words in str(error) for words in _NOT_TYPED))
 
 
 def owned_by(manifest: Manifest, owner_uid: str) -> bool:

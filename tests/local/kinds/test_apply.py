@@ -182,3 +182,37 @@ def test_an_apply_of_unknown_fields_and_of_two_items_with_one_key_is_the_servers
         f"  {at}.resorces: field not declared in schema",
         f'  {at}.env: duplicate entries for key [name="A"]',
     ]
+
+
+@pytest.mark.parametrize(
+    ("container", "says"),
+    [
+        (
+            {"image": 3},
+            "failed to create typed patch object (web; apps/v1, Kind=Deployment): {at}.image: expected string",
+        ),
+        ({"env": {"A": "b"}}, "{at}.env: expected list"),
+        ({"env": [None]}, "{at}.env: element 0: associative list with keys may not have a null element"),
+        ({"ports": [{"containerPort": "80"}]}, "containerPort: expected numeric (int or float), got string"),
+        (
+            {"resources": {"requests": {"cpu": "lots"}}},
+            "failed to convert new object (web; {kind}) to proper version: unable to convert unstructured object",
+        ),
+    ],
+)
+def test_an_apply_of_values_of_other_types_is_the_servers_error(container: dict[str, Any], says: str) -> None:
+    applied = {"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, {"name": "a", **container}, app="web")}
+
+    with pytest.raises(ApiError) as refused:
+        check_typed(applied, SCHEMA)
+
+    assert refused.value.code == 500
+    assert says.format(kind="apps/v1, Kind=Deployment", at='.spec.template.spec.containers[name="a"]') in str(
+        refused.value
+    )
+
+
+@pytest.mark.parametrize("amount", [1, "1", "500m", "1.5Gi", "1e3"])
+def test_an_apply_takes_quantities_as_text_and_as_numbers(amount: Any) -> None:
+    container = {"name": "a", "resources": {"requests": {"cpu": amount}}}
+    check_typed({"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, container, app="web")}, SCHEMA)

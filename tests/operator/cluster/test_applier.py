@@ -192,6 +192,11 @@ async def test_a_kind_whose_crd_is_missing_is_left_out(kube: KubeClient, childre
             "Deployment",
             '.spec.template.spec.volumes: duplicate entries for key [name="data"]',
         ),
+        (
+            {"podTemplate": {"volumes": [{"name": "data", "emptyDir": {"sizeLimit": "much"}}]}},
+            "Deployment",
+            "500 failed to convert new object (team-a/tiny; apps/v1, Kind=Deployment) to proper version:",
+        ),
     ],
 )
 async def test_a_refused_child_is_reported_with_the_servers_message(
