@@ -129,7 +129,7 @@ def validate(value: Any, schema: Schema, path: str = "") -> Iterator[FieldError]
         yield wrong
         return
     if (allowed := schema.get("enum")) and value not in allowed:
-        listed = ", ".join(_shown(choice) for choice in allowed)
+        listed = ", ".join(_shown(str(choice)) for choice in allowed)
         yield FieldError(
             path, "FieldValueNotSupported", f"Unsupported value: {_shown(value)}: supported values: {listed}"
         )
@@ -195,9 +195,7 @@ def _validate_object(value: Mapping[str, Any], schema: Schema, path: str) -> Ite
     if (least := schema.get("minProperties")) is not None and count < least:
         yield _invalid(path, "object", f"{path} in body should have at least {least} properties")
     for name, item in value.items():
-        known = name in (schema.get("properties") or {})
-        at = f"{path}.{name}" if path else name
-        yield from validate(item, field_schema(schema, name), at if known or not path else f"{path}[{name}]")
+        yield from validate(item, field_schema(schema, name), f"{path}.{name}" if path else name)
 
 
 def _validate_list(value: list[Any], schema: Schema, path: str) -> Iterator[FieldError]:

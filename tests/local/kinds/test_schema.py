@@ -78,6 +78,12 @@ def spec(field: dict[str, Any]) -> dict[str, Any]:
             "spec.f: Invalid value: 1.5: spec.f in body must be of type integer or string",
         ),
         (
+            {"type": "object", "additionalProperties": {"type": "string"}},
+            {"a": 1},
+            'spec.f.a: Invalid value: "integer": spec.f.a in body must be of type string',
+        ),
+        ({"enum": [8, 16]}, 9, 'spec.f: Unsupported value: 9: supported values: "8", "16"'),
+        (
             {"anyOf": [{"type": "string"}, {"type": "integer"}]},
             True,
             "spec.f: Invalid value: true: spec.f in body must validate",
