@@ -10,19 +10,21 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from llmservice_planner.model_config import ShapeError
 from llmservice_planner.quantization import (
-    INT8_COLUMNS,
+    CPU_COLUMNS,
     SUFFIXES,
     Quantization,
     QuantizationConfig,
     WeightFormat,
+    int8_bytes,
     is_quantized,
-    matrices_bytes,
+    linear_bytes,
     module_and_suffix,
 )
 
@@ -162,6 +164,7 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _OF_LATENTS = re.compile(r"\.kv_b_proj$")
 """Makes keys and values of latents; the server holds it in the dtype."""
 _EXPERT = re.compile(r".*\blayers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(\w+)")
+_FUSED = re.compile(r"(.*\.)([qkv]_proj|gate_proj|up_proj|w[13])$")
 _PARTS_OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 LANGUAGE_MODEL = re.compile(r"(model\.)?(language|text)_model\.")
 """Begins the names of a model's text part, where it has others for images or sound."""
@@ -181,6 +184,12 @@ class WeightCounts:
     quantized_outputs: int = 0
     stored_bytes: int = 0
     """Of these matrices, held as they are stored."""
+    cpu_stored_bytes: int = 0
+    """Likewise on a CPU, where those that were made for products of 8-bit integers are held for these."""
+    cpu_bytes: int = 0
+    """Of those that a CPU does not dequantise by its own choice (auto)."""
+    cpu_dense_parameters: int = 0
+    """In those that it does."""
     plain_parameters: int = 0
     """In other matrices, which the server quantises at load where it is told to (int8)."""
     plain_outputs: int = 0
@@ -200,10 +209,15 @@ class WeightCounts:
         layers: int,
         hidden_size: int,
         tied: bool,
-        adapts_routers: bool = False,
+        is_own: bool = False,
     ) -> WeightCounts:
-        """From the headers of a checkpoint of so many `layers`; a head of its own is not loaded where it is `tied`."""
+        """From the headers of a checkpoint of so many `layers`; a head of its own is not loaded where it is `tied`.
+
+        is_own: a model of ours holds it, which fuses matrices with the same inputs and whose routers adapters change.
+        """
         counts: Counter[str] = Counter()
+        matrices: dict[str, list[_Part]] = defaultdict(list)
+        """By what is fused in one."""
         for module, parts in _modules(tensors, layers):
             if tied and is_head(module):
                 continue
@@ -222,30 +236,79 @@ class WeightCounts:
                         counts["other_parameters"] += outputs * inputs
                         continue
                     scale = next((parts[each].dtype for each in _SCALES if each in parts), "F16")
-                    counts["quantized_parameters"] += outputs * inputs
-                    counts["quantized_outputs"] += outputs
-                    counts["stored_bytes"] += form.stored_bytes(outputs, inputs, _FLOAT_BYTES.get(scale, 2))
+                    matrix = _Part(module, outputs, inputs, form, _FLOAT_BYTES.get(scale, 2))
+                    matrices[_fused(module, is_own=is_own)].append(matrix)
             for each, part in dense.items():
                 outputs = _outputs(module, part, is_weight=each == suffix)
-                if adapts_routers or not _ROUTER.search(module):
+                if each == suffix and len(part.shape) == 2:
+                    matrices[_fused(module, is_own=is_own)].append(_Part(module, part.shape[0], part.shape[1]))
+                if is_own or not _ROUTER.search(module):
                     counts.update(_adapted(module if each == suffix else f"{module}.{each}", *part.shape))
                 counts["plain_outputs"] += outputs
                 counts["plain_parameters" if outputs else "other_parameters"] += part.elements
+        for fused in matrices.values():
+            counts.update(_quantized(sorted(fused)))
         return cls(**counts)
 
-    def held_bytes(
-        self, form: WeightFormat | None, quantization: Quantization, *, on_cpu: bool, dtype_bytes: int
-    ) -> int:
-        """In the server's memory; `form`: of the matrices that the checkpoint has quantised."""
+    def held_bytes(self, quantization: Quantization, *, on_cpu: bool, dtype_bytes: int) -> int:
+        """In the server's memory."""
+        matrices, dense = 0, self.plain_parameters + self.other_parameters
+        if quantization == "dense":
+            dense += self.quantized_parameters
+        elif quantization == "int8":
+            parameters, outputs = self.quantized_parameters, self.quantized_outputs
+            matrices = int8_bytes(parameters + self.plain_parameters, outputs + self.plain_outputs, on_cpu=on_cpu)
+            dense = self.other_parameters
+        elif not on_cpu:
+            matrices = self.stored_bytes
+        elif quantization == "stored":
+            matrices = self.cpu_stored_bytes
+        else:
+            matrices, dense = self.cpu_bytes, dense + self.cpu_dense_parameters
+        return matrices + dense * dtype_bytes
 
-        def matrices(parameters: int, outputs: int, stored_bytes: int, form: WeightFormat | None) -> int:
-            return matrices_bytes(
-                parameters, outputs, stored_bytes, form, quantization, on_cpu=on_cpu, dtype_bytes=dtype_bytes
-            )
 
-        quantized = matrices(self.quantized_parameters, self.quantized_outputs, self.stored_bytes, form)
-        plain = matrices(self.plain_parameters, self.plain_outputs, 0, None)
-        return quantized + plain + self.other_parameters * dtype_bytes
+class _Part(NamedTuple):
+    """A module's matrix, which may be fused with others."""
+
+    module: str
+    outputs: int
+    inputs: int
+    form: WeightFormat | None = None
+    scale_bytes: int = 0
+
+
+def _fused(module: str, *, is_own: bool) -> str:
+    """The same for the modules that the server fuses: experts everywhere, others in models of ours."""
+    return _FUSED.sub(r"\1", module) if is_own or _EXPERT.fullmatch(module) else module
+
+
+def _quantized(parts: Sequence[_Part]) -> dict[str, int]:
+    """What a matrix of these parts adds to the counts of quantised ones; it is dense if their formats differ."""
+    quantized = [part for part in parts if part.form is not None]
+    parameters = sum(part.outputs * part.inputs for part in quantized)
+    outputs = sum(part.outputs for part in quantized)
+    form, scale_bytes = parts[0].form, parts[0].scale_bytes
+    if form is None or any((part.form, part.scale_bytes) != (form, scale_bytes) for part in parts):
+        return {"plain_parameters": parameters, "plain_outputs": outputs}
+    if any(part.outputs % (form.rows or 1) for part in parts[:-1]):  # a block would have outputs of two parts
+        form = replace(form, rows=1)
+
+    def held(quantization: Quantization, *, on_cpu: bool) -> int:
+        size, inputs = _FLOAT_BYTES["F32"], parts[0].inputs
+        return linear_bytes(
+            outputs, inputs, form, quantization, on_cpu=on_cpu, dtype_bytes=size, scale_bytes=scale_bytes
+        )
+
+    is_dense = form.held_as("auto", on_cpu=True, outputs=outputs) == "dense"
+    return {
+        "quantized_parameters": parameters,
+        "quantized_outputs": outputs,
+        "stored_bytes": held("stored", on_cpu=False),
+        "cpu_stored_bytes": held("stored", on_cpu=True),
+        "cpu_bytes": 0 if is_dense else held("auto", on_cpu=True),
+        "cpu_dense_parameters": parameters * is_dense,
+    }
 
 
 def has_head(tensors: Iterable[str]) -> bool:
@@ -304,7 +367,7 @@ def _adapted(module: str, *shape: int) -> dict[str, int]:
 def is_linear(module: str, outputs: int) -> bool:
     """Whether `int8` quantises a matrix of transformers' code; embeddings are outside the layers."""
     if is_head(module):
-        return outputs % INT8_COLUMNS == 0
+        return outputs % CPU_COLUMNS == 0
     return bool(_IN_LAYER.search(module)) and not any(each.search(module) for each in (_ROUTER, _OF_LATENTS))
 
 

@@ -272,12 +272,12 @@ def _dtype(value: object) -> str:
 
 
 def _quantization(config: Mapping[str, Any]) -> str | None:
-    """The code of the format of most matrices: where a checkpoint has several, the first."""
+    """The code of the format of most matrices: where a checkpoint has several, the main one."""
     try:
         quantization = QuantizationConfig.of(config)
     except QuantizationError as error:
         raise ShapeError(str(error)) from error
-    return None if quantization is None else quantization.first.code
+    return None if quantization is None else quantization.main.code
 
 
 def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, int]:

@@ -37,7 +37,7 @@ SUFFIXES = frozenset({
 """Of the tensors of one matrix in a checkpoint, besides its bias."""
 _IN_WEIGHT = ".weight."
 """Before the last part of a suffix that has several."""
-INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many outputs at a time
+CPU_COLUMNS = 64  # the server's products with quantised weights compute so many outputs at a time on a CPU
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 _NVFP4_BYTES_PER_OUTPUT = 8  # the matrix's scale in float64
 _TABLE_GROUP, _TABLE_SCALE_BYTES = 64, 4
@@ -169,16 +169,17 @@ class WeightFormat:
         """Whether it is made for products of 8-bit floats, that a GPU computes with a scale for each output."""
         return self.activations == "fp8" and self.group is None
 
-    def held_as(self, wanted: Quantization, *, on_cpu: bool) -> Quantization:
+    def held_as(self, wanted: Quantization, *, on_cpu: bool, outputs: int = 0) -> Quantization:
         """`wanted`, or what the server chooses on the device: `dense`, `int8` or `stored`.
 
         A CPU has fast products of 4-bit integers and floats and, with AVX-512 VNNI, of 8-bit integers that were made
-        for them.
+        for them, if the `outputs` are a multiple of its columns.
         """
-        if on_cpu and wanted in ("auto", "stored") and self.is_int8_product:
+        fits = outputs % CPU_COLUMNS == 0
+        if on_cpu and fits and wanted in ("auto", "stored") and self.is_int8_product:
             return "int8"
         if wanted == "auto":
-            return "dense" if on_cpu and (self.bits > 4 or self.is_table) else "stored"
+            return "dense" if on_cpu and (self.bits > 4 or self.is_table or not fits) else "stored"
         return wanted
 
 
@@ -193,27 +194,17 @@ def linear_bytes(
     scale_bytes: int = 2,
 ) -> int:
     """Of a matrix `[out, in]` of a checkpoint in the server's memory; `form`: None, it is not quantised."""
-    stored = 0 if form is None else form.stored_bytes(outputs, inputs, scale_bytes)
-    return matrices_bytes(outputs * inputs, outputs, stored, form, wanted, on_cpu=on_cpu, dtype_bytes=dtype_bytes)
-
-
-def matrices_bytes(
-    parameters: int,
-    outputs: int,
-    stored_bytes: int,
-    form: WeightFormat | None,
-    wanted: Quantization,
-    *,
-    on_cpu: bool,
-    dtype_bytes: int,
-) -> int:
-    """As `linear_bytes`, of several matrices of one format by their sums; `stored_bytes`: of `form.stored_bytes`."""
-    held = form.held_as(wanted, on_cpu=on_cpu) if form is not None else wanted
+    held = wanted if form is None else form.held_as(wanted, on_cpu=on_cpu, outputs=outputs)
     if held == "int8":
-        return parameters + outputs * (_INT8_BYTES_PER_OUTPUT if on_cpu else 4)
+        return int8_bytes(outputs * inputs, outputs, on_cpu=on_cpu)
     if held == "stored" and form is not None:
-        return stored_bytes
-    return parameters * dtype_bytes
+        return form.stored_bytes(outputs, inputs, scale_bytes)
+    return outputs * inputs * dtype_bytes
+
+
+def int8_bytes(parameters: int, outputs: int, *, on_cpu: bool) -> int:
+    """Of matrices that are held for products of 8-bit integers."""
+    return parameters + outputs * (_INT8_BYTES_PER_OUTPUT if on_cpu else 4)
 
 
 def with_sidecar(config: dict[str, Any], sidecar: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -307,9 +298,10 @@ class QuantizationConfig:
         object.__setattr__(self, "_left_out", _Modules.of(self.ignored))
 
     @property
-    def first(self) -> WeightFormat:
-        """The format that stands for all where one has to: that of what is not named, if there is one."""
-        return next((form for targets, form in self.formats if "Linear" in targets), self.formats[0][1])
+    def main(self) -> WeightFormat:
+        """The format that stands for all where one has to: that of what is not named, else the one of fewest bits."""
+        forms = [form for targets, form in self.formats if "Linear" in targets]
+        return forms[0] if forms else min((form for _, form in self.formats), key=lambda form: form.bits)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> QuantizationConfig | None:
@@ -448,7 +440,7 @@ def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
         raise QuantizationError("config.json: quantization_config.extra_config is no object of objects")
     others = {name: each for name, each in layers.items() if each.get("bits", raw.get("bits")) != _DENSE_BITS}
     formats = [
-        ((f"re:{name}" if set(name) & set("*^$[(|\\") else name,), parse({**common, **settings}).first)
+        ((f"re:{name}" if set(name) & set("*^$[(|\\") else name,), parse({**common, **settings}).main)
         for name, settings in others.items()
     ]
     usual = parse({**common, "lm_head": "lm_head" in others})

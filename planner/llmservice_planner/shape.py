@@ -22,7 +22,7 @@ from llmservice_planner.encoders import is_encoder
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.model_config import ShapeError, max_seq_length, names_dtype, patched, read_config, shape_fields
 from llmservice_planner.quantization import (
-    INT8_COLUMNS,
+    CPU_COLUMNS,
     Quantization,
     QuantizationConfig,
     QuantizationError,
@@ -97,6 +97,9 @@ class ModelShape:
     """This and the following: the `WeightCounts` of a family whose layout is not known; 0: they have not been read."""
     quantized_outputs: int = 0
     stored_bytes: int = 0
+    cpu_stored_bytes: int = 0
+    cpu_bytes: int = 0
+    cpu_dense_parameters: int = 0
     plain_parameters: int = 0
     plain_outputs: int = 0
     other_parameters: int = 0
@@ -173,7 +176,7 @@ class ModelShape:
             layers=self.layers,
             hidden_size=self.hidden_size,
             tied=tied,
-            adapts_routers=self._is_own,
+            is_own=self._is_own,
         )
         head = (self.hidden_size + self.vocab_size) * tied
         counts = replace(counts, adapted_features=counts.adapted_features + head)
@@ -283,7 +286,7 @@ class ModelShape:
         width = DTYPE_BYTES[dtype]
         form = None if self.quantization is None else WeightFormat.parse(self.quantization)
         if self.counts is not None:
-            return self.counts.held_bytes(form, quantization, on_cpu=on_cpu, dtype_bytes=width)
+            return self.counts.held_bytes(quantization, on_cpu=on_cpu, dtype_bytes=width)
         if form is None and quantization != "int8":
             return self.num_parameters * width
         only_experts = form is not None and form.is_for_experts
@@ -317,7 +320,7 @@ class ModelShape:
         return total, parameters
 
     def head_bytes(self, dtype: str, quantization: Quantization, *, on_cpu: bool) -> int:
-        width, fits = DTYPE_BYTES[dtype], self.vocab_size % INT8_COLUMNS == 0
+        width, fits = DTYPE_BYTES[dtype], self.vocab_size % CPU_COLUMNS == 0
         wanted: Quantization = "int8" if quantization == "int8" and fits else "dense"
         return linear_bytes(self.vocab_size, self.hidden_size, None, wanted, on_cpu=on_cpu, dtype_bytes=width)
 

@@ -157,7 +157,8 @@ EMBEDDINGS = 320 * 256
 def test_packed_matrices_are_counted_by_the_numbers_in_them() -> None:
     counts = _counts(_awq("model.layers.0.mlp.up_proj", 384, 256))
     stored = 384 * 256 // 2 + 384 * 4 * (2 + 1)  # with a scale of 2 bytes and a zero of one for each group
-    assert counts == WeightCounts(384 * 256, 384, stored, EMBEDDINGS, 320, EMBEDDINGS + 256, 384 + 320 + 2 * 256)
+    quantized = 384 * 256, 384, stored, stored, stored, 0
+    assert counts == WeightCounts(*quantized, EMBEDDINGS, 320, EMBEDDINGS + 256, 384 + 320 + 2 * 256)
 
 
 @pytest.mark.parametrize(

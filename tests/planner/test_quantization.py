@@ -121,10 +121,10 @@ def test_layers_of_auto_round_differ_where_it_says_so() -> None:
         "gptq/int4/1x128/zeros, version 2",
         "gptq/int4/1x128, version 2",
     ]
-    assert config.first == config.format_of("model.layers.1.mlp.down_proj")
+    assert config.main == config.format_of("model.layers.1.mlp.down_proj")
     default = parsed(quant_method="auto-round", bits=4, group_size=128)
     assert default.format_of("lm_head") is None
-    assert default.first.version == 1
+    assert default.main.version == 1
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,22 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from harness.families import FAMILIES, OTHERS, save
 from harness.quantized import CONFIG, FORMATS, SHAPES, Format, Tensors, dense_tensors, fp4, write, write_both
+from llmservice_planner.checkpoint import StoredTensor, WeightCounts
 from llmservice_planner.gpu import cpu_device, find_gpu
-from llmservice_planner.quantization import QUANTIZATIONS, Quantization, WeightFormat
+from llmservice_planner.quantization import QUANTIZATIONS, Quantization, QuantizationConfig, WeightFormat
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
 from llmservice_server.backend.base import Linear, linears_of
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
+from llmservice_server.backend.cpu import int4
 from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
 from llmservice_server.backend.quantized import QuantizedWeight, fuse
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig, Implementation
+from llmservice_server.models.quantization import read
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.startup import start
 from llmservice_server.types.errors import ConfigError, ModelLoadError
@@ -481,6 +484,59 @@ def test_the_planner_predicts_the_measured_weights(tmp_path: Path, name: str, qu
         pytest.skip("this CPU multiplies no 8-bit integers, and holds such matrices dense")
     predicted = shape.weights_bytes("float32", quantization, on_cpu=True)
     assert loaded(folder, quantization).weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "stored", "dense"])
+@pytest.mark.parametrize(
+    ("pattern", "of_these", "of_others"),
+    [
+        ("self_attn", "W8A16", "W4A16"),
+        ("self_attn", "fp8 dynamic", "nvfp4"),
+        ("down_proj", "fp8 dynamic", "W4A16"),
+        ("q_proj", "W8A16", "W4A16"),  # keys and values cannot be fused with it
+    ],
+)
+def test_the_planner_predicts_a_mixture_of_formats(
+    tmp_path: Path, pattern: str, of_these: str, of_others: str, quantization: Quantization
+) -> None:
+    forms = {rf"re:.*{pattern}": FORMATS[of_these], "Linear": FORMATS[of_others]}
+    groups = {
+        target: {**form.config["config_groups"]["group_0"], "format": form.config["format"], "targets": [target]}
+        for target, form in forms.items()
+    }
+    stored = dense_tensors()
+    for name in [each for each in stored if each.endswith("_proj.weight")]:
+        tensors, _ = forms[f"re:.*{pattern}" if pattern in name else "Linear"].quantize(stored.pop(name))
+        stored.update({f"{name.removesuffix('weight')}{suffix}": each for suffix, each in tensors.items()})
+    method = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    folder = write(tmp_path / "quantized", stored, quantization_config={**method, "ignore": ["lm_head"]})
+    predicted = ModelShape.from_folder(folder).weights_bytes("float32", quantization, on_cpu=True)
+    assert loaded(folder, quantization).weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize(("sizes", "name"), [({"k_proj": 192, "v_proj": 128}, "fp8 blocks"), ({"k_proj": 96}, "nvfp4")])
+def test_matrices_of_odd_sizes_are_counted_as_they_are_held(sizes: dict[str, int], name: str) -> None:
+    """Blocks across the borders of fused parts, and outputs that a CPU's products do not take."""
+    tensors, parts = {}, []
+    config = {"quantization_config": FORMATS[name].config}
+    quantization = QuantizationConfig.of(config)
+    assert quantization is not None
+    for part, outputs in sizes.items():
+        module = f"model.layers.0.self_attn.{part}"
+        whole, _ = FORMATS[name].quantize(torch.randn(256, 256))
+        made = {
+            each: part[: -(-outputs * len(part) // 256)] if part.ndim == 2 else part for each, part in whole.items()
+        }
+        kinds = {torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+        for suffix, tensor in made.items():
+            tensors[f"{module}.{suffix}"] = StoredTensor(kinds[tensor.dtype], (*tensor.shape,), tensor.nbytes)
+        parts.append(read(quantization.main, module, made, (outputs, 256)))
+    counts = WeightCounts.of(tensors, quantization, layers=1, hidden_size=256, tied=True, is_own=True)
+    assert counts.held_bytes("stored", on_cpu=True, dtype_bytes=2) == fuse(parts).nbytes
+    kept = int4.can_multiply(fuse(parts))
+    assert counts.held_bytes("auto", on_cpu=True, dtype_bytes=2) == (
+        fuse(parts).nbytes if kept else 2 * 256 * sum(sizes.values())
+    )
 
 
 LARGER = {  # than those that are compared with transformers: formats have groups of 128 inputs

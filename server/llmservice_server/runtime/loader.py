@@ -153,8 +153,7 @@ class Checkpoint:
             hidden_size=config.hidden_size,
             tied=config.tied_embeddings,
         )
-        form = None if config.quantization is None else config.quantization.first
-        return counts.held_bytes(form, quantization, on_cpu=on_cpu, dtype_bytes=dtype.itemsize)
+        return counts.held_bytes(quantization, on_cpu=on_cpu, dtype_bytes=dtype.itemsize)
 
     def _headers(self) -> dict[str, StoredTensor]:
         try:
