@@ -16,9 +16,12 @@ def mixtral_layer(config: ModelConfig, weights: Weights, index: int) -> DecoderL
         return llama_layer(config, weights, index)
     if not mlp.has("gate.weight"):
         mlp = weights.at("mlp")  # as transformers 5 names it
-    experts = _experts(config, sizes, mlp.at("experts"), ("w1", "w3", "w2"))
+    experts = mlp.at("experts")
+    is_renamed = experts.has_matrix("0.gate_proj")  # as llmcompressor writes what transformers 5 has loaded
+    names = ("gate_proj", "up_proj", "down_proj") if is_renamed else ("w1", "w3", "w2")
     router = mlp.linear({"gate": sizes.count}, config.hidden_size)
-    return layer_with(config, weights, ExpertsMlp(router, experts, sizes.per_token, sizes.normalizes))
+    mixture = ExpertsMlp(router, _experts(config, sizes, experts, names), sizes.per_token, sizes.normalizes)
+    return layer_with(config, weights, mixture)
 
 
 def qwen_moe_layer(config: ModelConfig, weights: Weights, index: int) -> DecoderLayer:

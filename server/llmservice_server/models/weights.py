@@ -73,6 +73,10 @@ class Weights:
         """Whether the checkpoint has such a tensor."""
         return self.prefix + name in self.shapes
 
+    def has_matrix(self, name: str) -> bool:
+        """Whether the checkpoint has such a module, dense or quantised."""
+        return self.has(f"{name}.weight") or self.prefix + name in self.quantized
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """That of the checkpoint's tensor; None: there is none."""
         return self.shapes.get(self.prefix + name)

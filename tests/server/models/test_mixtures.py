@@ -56,6 +56,23 @@ def mlp_of(layer: DecoderLayer) -> ExpertsMlp:
     return layer.mlp
 
 
+def test_experts_of_mixtral_may_have_the_names_of_other_families(tmp_path: Path) -> None:
+    """As llmcompressor writes them."""
+    folder = write(tmp_path, "mixtral")
+    expected = load(folder)
+    stored = load_file(folder / "model.safetensors")
+    for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        stored = {name.replace(f".{old}.", f".{new}."): tensor for name, tensor in stored.items()}
+    assert "model.layers.0.block_sparse_moe.experts.3.up_proj.weight" in stored
+    save_file(stored, folder / "model.safetensors")
+    renamed = load(folder)
+    for ours, theirs in zip(renamed.linears(), expected.linears(), strict=True):
+        assert torch.equal(ours.weight, theirs.weight)
+    for one, other in zip(renamed.mixtures(), expected.mixtures(), strict=True):
+        for parts in ("gate_up", "down"):
+            assert torch.equal(*(stack_of(getattr(each.experts, parts)) for each in (one, other)))
+
+
 @each_mixture
 def test_the_planner_predicts_the_weights_in_memory(tmp_path: Path, model_type: str) -> None:
     folder = write(tmp_path, model_type)
