@@ -306,8 +306,8 @@ def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, 
 
 
 def _context(values: _Values) -> int | None:
-    positions, rope = values.count("max_position_embeddings"), values.get("rope_parameters")
-    rope = rope or values.get("rope_scaling")
+    positions, rope = values.count("max_position_embeddings"), values.get("rope_scaling")
+    rope = rope or values.get("rope_parameters")
     if positions is None or not isinstance(rope, Mapping):
         return positions
     return max(stretched_context(positions, each) for each in (rope, *rope.values()) if isinstance(each, Mapping))

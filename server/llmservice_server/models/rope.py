@@ -26,8 +26,14 @@ class RopeConfig:
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> RopeConfig:
-        """Of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-        parameters = config.rope_parameters or config.rope_scaling or RopeParameters()
+        """Of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+        Of both, transformers takes the latter; where the former has one for each kind of layer, the latter changes the
+        one of layers without a window.
+        """
+        parameters = config.rope_scaling or config.rope_parameters or RopeParameters()
+        if config.rope_parameters is not None and config.local_rope_parameters is not None:
+            parameters = config.rope_parameters.model_copy(update=parameters.model_dump(exclude_unset=True))
         return cls._of(config, parameters, config.rope_theta)
 
     @classmethod

@@ -104,6 +104,29 @@ def test_old_and_new_configs_say_the_same(raw: dict[str, Any]) -> None:
     assert (rope.kind, rope.theta, rope.scaling["factor"]) == ("linear", 1e6, 2.0)
 
 
+BOTH_KINDS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parameters"),
+    [("qwen3", {"rope_type": "default", "rope_theta": 1e6}), ("gemma3_text", BOTH_KINDS)],
+)
+def test_rope_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(
+    tmp_path: Path, model_type: str, parameters: dict[str, Any]
+) -> None:
+    raw = {"model_type": model_type, "head_dim": 64, "max_position_embeddings": CONTEXT, "rope_theta": 5e5, **REST}
+    raw |= {"rope_parameters": parameters, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"layer_types": ["full_attention"]}))
+    expected = read_configs(tmp_path)[1].rope_parameters
+    expected = expected.get("full_attention", expected)
+    rope = rope_of(raw)
+    assert (rope.kind, rope.scaling["factor"]) == (expected["rope_type"], expected["factor"]) == ("linear", 2.0)
+    assert rope.theta == expected["rope_theta"]
+
+
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
