@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,12 +52,14 @@ from llmservice_server.types.errors import ModelLoadError
 if TYPE_CHECKING:
     from llmservice_server.models.transformers_config import TransformersConfig
 
+_LOG = logging.getLogger(__name__)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
 """Names in a checkpoint that was saved for embeddings, without the head and its owner."""
 _ZEROS = ("bias", "input_zero_point")
 """Of quantised modules; without effect where all numbers are zero."""
+_HEAD_AND_EMBEDDING = ("lm_head.weight", "model.embed_tokens.weight")
 _NUMBER_OF_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -116,7 +119,27 @@ class Checkpoint:
             config = examine(folder)
         if not config.tied_embeddings and _is_for_embeddings(folder, raw) and not has_head(_tensor_names(shards)):
             config = replace(config, tied_embeddings=True, has_head=False)
-        return cls(folder, config, shards, eos_token_ids(folder))
+        checkpoint = cls(folder, config, shards, eos_token_ids(folder))
+        if config.tied_embeddings and config.has_head and checkpoint._has_other_head():
+            _LOG.warning(
+                "config.json ties the output head to the embedding (tie_word_embeddings), but the files have a "
+                "lm_head.weight that differs from it: it is used, as transformers does"
+            )
+            checkpoint = replace(checkpoint, config=replace(config, tied_embeddings=False))
+        return checkpoint
+
+    def _has_other_head(self) -> bool:
+        """Whether the files have a head of the embedding's shape and with other numbers: some fine-tunes train it."""
+        found: dict[str, _Stored] = {}
+        for shard in self.shards:
+            with _opened(shard) as tensors:
+                for stored, name in self._names(tensors):
+                    if name in _HEAD_AND_EMBEDDING:
+                        found[name] = _Stored(shard, stored, tuple(tensors.get_slice(stored).get_shape()))
+        if len(found) < len(_HEAD_AND_EMBEDDING):
+            return False
+        head, embedding = (_Files().tensor(found[name]) for name in _HEAD_AND_EMBEDDING)
+        return head.shape == embedding.shape and not torch.equal(head, embedding)
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in; `auto` is the checkpoint's own: config.json's, else that of most of its weights.

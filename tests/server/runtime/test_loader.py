@@ -49,6 +49,22 @@ def states(folder: Path) -> torch.Tensor:
         return model.logits(attended)
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_that_differs_from_the_embedding_is_used_although_config_ties_it(
+    folder: Path, caplog: pytest.LogCaptureFixture, differs: bool
+) -> None:
+    change_tensors(
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] * (1 + differs)})
+    )(folder)
+    set_config(tie_word_embeddings=False)(folder)
+    expected = states(folder)
+    set_config(tie_word_embeddings=True)(folder)
+    caplog.clear()
+    assert torch.equal(states(folder), expected)
+    assert ("lm_head.weight that differs" in caplog.text) is differs
+    assert Checkpoint.open(folder).config.tied_embeddings is not differs
+
+
 def set_config(**changes: Any) -> Break:
     """Change config.json; None removes a key."""
 
