@@ -416,6 +416,7 @@ def test_scales_of_quantised_attention_are_left_out(tmp_path: Path, code: Implem
     expected = logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored"))
     tensors = load_file(quantized / "model.safetensors")
     scales = {f"model.layers.1.self_attn.{each}": torch.tensor(0.5) for each in SCALES_OF_ATTENTION}
+    scales["model.layers.1.self_attn.q_zero_point"] = torch.zeros(1).to(torch.float8_e4m3fn)
     save_file(tensors | scales, quantized / "model.safetensors", {"format": "pt"})
     assert torch.equal(logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored")), expected)
 

@@ -264,7 +264,7 @@ class Checkpoint:
             with _opened(shard) as tensors:
                 for name, _ in self._names(tensors):
                     module, suffix = module_and_suffix(name)
-                    if module in quantized and suffix in SUFFIXES:
+                    if (module in quantized and suffix in SUFFIXES) or SUPERFLUOUS.search(name):
                         continue
                     tensor = tensors.get_tensor(name)
                     if module in quantized and suffix == "input_zero_point" and not tensor.float().any():
