@@ -162,7 +162,7 @@ class WeightFormat:
     @property
     def is_int8_product(self) -> bool:
         """Whether it is made for products of 8-bit integers."""
-        return self.activations == "int8" and self.group is None and self.symmetric
+        return self.bits == 8 and self.activations == "int8" and self.group is None and self.symmetric
 
     @property
     def is_fp8_product(self) -> bool:
@@ -520,7 +520,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig | None:
         raise QuantizationError(
             f"config.json: quantization_config.sparsity_config.format is {sparsity['format']!r}, expected dense"
         )
-    if raw.get("transform_config"):
+    if not _is_in_weights(raw.get("transform_config")):
         raise QuantizationError("config.json: quantization_config.transform_config rotates activations: not supported")
     formats = []
     for name, group in groups.items():
@@ -535,6 +535,17 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig | None:
             )
         formats.append((_names(group, "targets") or ("Linear",), _compressed_format(group, stored)))
     return QuantizationConfig(tuple(formats), _names(raw, "ignore")) if formats else None
+
+
+def _is_in_weights(transforms: Any) -> bool:
+    """Whether all rotations are of weights, of which a checkpoint has the rotated ones (SpinQuant's R1 and R2)."""
+    if not transforms:
+        return True
+    try:
+        schemes = transforms["config_groups"].values()
+        return all(each["location"] in ("weight_input", "weight_output") for one in schemes for each in one["apply"])
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def _compressed_format(group: Mapping[str, Any], stored: str) -> WeightFormat:
@@ -561,11 +572,15 @@ def _compressed_format(group: Mapping[str, Any], stored: str) -> WeightFormat:
     activations: Literal["int8", "fp8"] | None = None
     static = False
     if inputs:
-        if (inputs.get("type", "int"), inputs.get("num_bits")) != (kind, 8) or not inputs.get("symmetric", True):
+        found = inputs.get("type", "int"), inputs.get("num_bits"), bool(inputs.get("symmetric", True))
+        accepted = [(kind, 8, True)] + [("float", 8, True)] * (bits == 4)
+        if found not in accepted:
             raise QuantizationError(
-                f"config.json: activations are quantised as {inputs!r}, expected symmetric {kind} of 8 bits"
+                f"config.json: activations are {'' if found[2] else 'asymmetric '}{found[0]} of {found[1]} bits, "
+                f"expected symmetric {kind} of 8 bits, or none"
             )
-        activations, static = "int8" if kind == "int" else "fp8", not inputs.get("dynamic")
+        if found[0] == kind:  # floats beside 4 bits are multiplied as they are
+            activations, static = "int8" if kind == "int" else "fp8", not inputs.get("dynamic")
     return WeightFormat(
         "compressed-tensors",
         bits,

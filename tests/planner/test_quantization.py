@@ -1,5 +1,6 @@
 """The formats of config.json, and which matrices have them."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from llmservice_planner.quantization import QuantizationConfig, QuantizationErro
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+ROUNDED = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
@@ -184,6 +186,14 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
         (
             {
                 "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "config_groups": {"a": {"weights": INT4, "input_activations": {**ROUNDED, "symmetric": False}}},
+            },
+            "config.json: activations are asymmetric int of 8 bits, expected symmetric int of 8 bits, or none",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
                 "transform_config": {"config_groups": {"R4": {}}},
                 "format": "pack-quantized",
                 "config_groups": {"a": {"weights": INT4}},
@@ -207,6 +217,25 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
 def test_what_cannot_be_read_is_refused_in_one_sentence(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         parsed(**raw)
+
+
+@pytest.mark.parametrize(("location", "is_read"), [("weight_output", True), ("input", False)])
+def test_rotations_of_weights_alone_change_nothing(location: str, is_read: bool) -> None:
+    """SpinQuant's R1 and R2 are in the weights of the checkpoint; those of activations would have to be computed."""
+    applied = [{"location": "weight_input", "targets": ["lm_head"]}, {"location": location, "targets": ["Linear"]}]
+    linear = {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"}
+    method = {"quant_method": "compressed-tensors", "config_groups": {"a": linear}}
+    with nullcontext() if is_read else pytest.raises(QuantizationError, match="rotates activations"):
+        rotated = parsed(**method, transform_config={"config_groups": {"R1": {"apply": applied}}})
+        assert rotated == parsed(**method)
+
+
+def test_4_bits_with_rounded_activations_are_no_8_bit_products() -> None:
+    weights = {**INT8, "num_bits": 4}
+    for activations in (ROUNDED, {**ROUNDED, "type": "float"}):
+        linear = {"weights": weights, "input_activations": activations, "format": "pack-quantized"}
+        form = parsed(quant_method="compressed-tensors", config_groups={"a": linear}).main
+        assert form.held_as("auto", on_cpu=True) == "stored"
 
 
 def test_attention_and_caches_that_are_quantised_leave_the_weights_as_they_are() -> None:

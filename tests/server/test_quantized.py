@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from harness.families import FAMILIES, OTHERS, save
-from harness.quantized import CONFIG, FORMATS, SHAPES, Format, Tensors, dense_tensors, fp4, write, write_both
+from harness.quantized import CONFIG, FORMATS, SHAPES, TOKEN, Format, Tensors, dense_tensors, fp4, write, write_both
 from llmservice_planner.checkpoint import StoredTensor, WeightCounts
 from llmservice_planner.gpu import cpu_device, find_gpu
 from llmservice_planner.quantization import QUANTIZATIONS, Quantization, QuantizationConfig, WeightFormat
@@ -513,6 +513,18 @@ def test_the_planner_predicts_a_mixture_of_formats(
     folder = write(tmp_path / "quantized", stored, quantization_config={**method, "ignore": ["lm_head"]})
     predicted = ModelShape.from_folder(folder).weights_bytes("float32", quantization, on_cpu=True)
     assert loaded(folder, quantization).weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
+@both_codes
+def test_4_bits_beside_activations_in_fp8_are_multiplied_with_activations_as_they_are(
+    tmp_path: Path, code: Implementation
+) -> None:
+    form = FORMATS["W4A16"]
+    group = form.config["config_groups"]["group_0"] | {"input_activations": {**TOKEN, "type": "float"}}
+    config = {**form.config, "config_groups": {"group_0": group}}
+    quantized, exact = write_both(tmp_path, replace(form, config=config))
+    ours, expected = loaded(quantized, "stored", code=code), loaded(exact, "dense")
+    assert relative_error(logits(ours), logits(expected)) < 1e-5
 
 
 @pytest.mark.parametrize(("sizes", "name"), [({"k_proj": 192, "v_proj": 128}, "fp8 blocks"), ({"k_proj": 96}, "nvfp4")])
