@@ -157,6 +157,7 @@ _SCALES = ("weight_scale_inv", "weight_scale", "scales", "SCB")
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.layer)?$")
 """Of experts: few outputs, which decide too much to be rounded."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)$")
 _IN_LAYER = re.compile(r"\.\d+\.")
 _BESIDE_LAYERS = re.compile(r"_projections?(\.\d+)?$")
 """Linear layers of Gemma 3n and 4 that are in none of theirs."""
@@ -226,6 +227,7 @@ class WeightCounts:
             if suffix is not None:
                 values, form = parts[suffix], None
                 if quantization is not None and (is_quantized(parts) or values.dtype not in _FLOAT_BYTES):
+                    refuse_embedding(module)
                     form = quantization.format_of(module)
                 if form is None or len(values.shape) != 2:
                     dense[suffix] = values
@@ -266,6 +268,24 @@ class WeightCounts:
         else:
             matrices, dense = self.cpu_bytes, dense + self.cpu_dense_parameters
         return matrices + dense * dtype_bytes
+
+
+def refuse_embedding(module: str) -> None:
+    """Raises `ShapeError` for an embedding, of a module that is quantised."""
+    if _EMBEDDING.search(module):
+        raise ShapeError(
+            f"{module} is quantised, which is served of linear layers only: quantise the checkpoint without its "
+            "embeddings"
+        )
+
+
+def refuse_separate_experts(names: Iterable[str]) -> None:
+    """Raises `ShapeError` where tensors of gpt-oss are of one expert each, as llmcompressor writes them."""
+    if name := next(filter(_EXPERT.match, names), None):
+        raise ShapeError(
+            f"{name} is of one expert, but experts of gpt-oss are served from tensors of all, in mxfp4 or dense: "
+            "choose such a checkpoint"
+        )
 
 
 class _Part(NamedTuple):

@@ -15,6 +15,7 @@ from llmservice_planner.checkpoint import (
     WeightCounts,
     has_head,
     read_tensors,
+    refuse_separate_experts,
     stored_dtype,
     weights_bytes,
 )
@@ -169,6 +170,8 @@ class ModelShape:
         """
         if not tensors:
             return self
+        if self.architecture == "gpt_oss":
+            refuse_separate_experts(tensors)
         tied = self.tie_word_embeddings or not has_head(tensors)
         counts = WeightCounts.of(
             {name: tensor for name, tensor in tensors.items() if not self._lacks(name)},

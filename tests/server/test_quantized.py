@@ -725,6 +725,16 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         "weight is torch.int8, .* makes it float8_e4m3fn",
     ),
     "no format at all": ("gptq", lambda tensors, config: config.clear(), "q_proj is quantised .*does not say"),
+    "embeddings": (
+        "W8A16",
+        lambda tensors, config: tensors.update(
+            {
+                f"model.embed_tokens.{suffix}": each
+                for suffix, each in FORMATS["W8A16"].quantize(tensors.pop("model.embed_tokens.weight"))[0].items()
+            }
+        ),
+        "model.embed_tokens is quantised, which is served of linear layers only",
+    ),
     "a part with another order": (
         "gptq",
         lambda tensors, config: tensors.update({f"{Q_PROJ}.g_idx": tensors[f"{Q_PROJ}.g_idx"] * 0}),

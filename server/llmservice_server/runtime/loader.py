@@ -24,6 +24,8 @@ from llmservice_planner.checkpoint import (
     is_linear,
     place_of,
     read_tensors,
+    refuse_embedding,
+    refuse_separate_experts,
     stored_dtype,
     weight_names,
 )
@@ -165,24 +167,23 @@ class Checkpoint:
         Raises `ModelLoadError` for a file whose header is broken.
         """
         config, name = self.config, str(dtype).removeprefix("torch.")
-        if isinstance(config, ModelConfig):
-            if quantization != "int8" and not config.is_packed:
-                return self.weight_file_bytes
-            return ModelShape.from_folder(self.folder).weights_bytes(name, quantization, on_cpu=on_cpu)
-        counts = WeightCounts.of(
-            self._headers(),
-            config.quantization,
-            layers=len(config.windows),
-            hidden_size=config.hidden_size,
-            tied=config.tied_embeddings,
-        )
+        with _shape_errors():
+            if isinstance(config, ModelConfig):
+                if quantization != "int8" and not config.is_packed:
+                    return self.weight_file_bytes
+                return ModelShape.from_folder(self.folder).weights_bytes(name, quantization, on_cpu=on_cpu)
+            counts = WeightCounts.of(
+                self._headers(),
+                config.quantization,
+                layers=len(config.windows),
+                hidden_size=config.hidden_size,
+                tied=config.tied_embeddings,
+            )
         return counts.held_bytes(quantization, on_cpu=on_cpu, dtype_bytes=dtype.itemsize)
 
     def _headers(self) -> dict[str, StoredTensor]:
-        try:
+        with _shape_errors():
             return read_tensors(self.folder)
-        except ShapeError as error:
-            raise ModelLoadError(str(error)) from error
 
     def load(
         self,
@@ -345,6 +346,11 @@ class Checkpoint:
                         modules[module][suffix] = found[name]
                         if suffix == "weight" and tensors.get_slice(stored).get_dtype() not in _DENSE:
                             quantized.add(module)
+        with _shape_errors():
+            for module in (each for each in modules if each in quantized or is_quantized(modules[each])):
+                refuse_embedding(module)
+            if self.config.architecture == "GptOssForCausalLM":
+                refuse_separate_experts(found)
         linear = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])|lm_head")
         return found, {
             module: tensors
@@ -503,6 +509,15 @@ def _check_shape(stored: _Stored, expected: Sequence[int]) -> None:
     shard, name, shape = stored
     if shape != tuple(expected):
         raise ModelLoadError(f"{shard.name}: {name} has the shape {list(shape)}, config.json makes it {list(expected)}")
+
+
+@contextmanager
+def _shape_errors() -> Iterator[None]:
+    """Raises `ModelLoadError` for the planner's errors."""
+    try:
+        yield
+    except ShapeError as error:
+        raise ModelLoadError(str(error)) from error
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from harness.quantized import (
     write_gpt_oss,
 )
 from llmservice_planner.quantization import Quantization
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cpu import int4
 from llmservice_server.backend.cpu.backend import CpuBackend
@@ -117,7 +118,7 @@ def test_dense_experts_are_parts_of_one_tensor(mxfp4: Path) -> None:
 
 def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
     tensors = load_file(folder / "model.safetensors")
-    tensors.pop(name)
+    tensors.pop(name, None)
     save_file(tensors if tensor is None else tensors | {name: tensor}, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -147,3 +148,19 @@ def test_wrong_tensors_are_refused(mxfp4: Path, tensor: torch.Tensor | None, mes
 def test_int8_is_refused(mxfp4: Path) -> None:
     with pytest.raises(ModelLoadError, match="quantization is int8, which is not for GptOssForCausalLM"):
         Checkpoint.open(mxfp4).load(torch.float32, CPU, "int8")
+
+
+def test_a_module_for_each_expert_is_refused(dense: Path, tmp_path: Path) -> None:
+    """As llmcompressor writes it; neither the server nor the plan takes it."""
+    folder = shutil.copytree(dense, tmp_path / "apart")
+    change(folder, "model.layers.0.mlp.experts.3.up_proj.weight_packed", torch.zeros(128, 8, dtype=torch.int32))
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {**method, "config_groups": {"group_0": {"weights": weights}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    message = "experts.3.up_proj.weight_packed is of one expert"
+    with pytest.raises(ModelLoadError, match=message):
+        load(folder, torch.float32)
+    with pytest.raises(ShapeError, match=message):
+        ModelShape.from_folder(folder)
