@@ -112,6 +112,9 @@ class Engine:
         if problem is not None:
             self._refuse(message.request_id, problem)
             return
+        if message.adapter is not None and (problem := self._adapters.why_refused(message.adapter)) is not None:
+            self._refuse(message.request_id, problem, status=404)
+            return
         order = next(self._arrivals)
         request = Request.of(message, order, _seed_of(self._seed, order), self._eos_token_ids)
         self._requests[request.request_id] = request
@@ -307,10 +310,11 @@ class Engine:
                 self.scheduler.add(request)
             else:
                 del self._requests[request.request_id]
-                self._refuse(request.request_id, problem)
+                is_gone = self._adapters.why_refused(request.adapter_name or "") is not None
+                self._refuse(request.request_id, problem, status=404 if is_gone else 500)
 
-    def _refuse(self, request_id: str, problem: str) -> None:
-        self._pending.append(Output(request_id=request_id, finish_reason="error", error=problem, error_status=400))
+    def _refuse(self, request_id: str, problem: str, status: int = 400) -> None:
+        self._pending.append(Output(request_id=request_id, finish_reason="error", error=problem, error_status=status))
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -339,8 +343,6 @@ class Engine:
     def _why_refused(self, message: GenerateRequest) -> str | None:
         if message.request_id in self._requests:
             return f"a request with the id {message.request_id} is being served, expected a new id"
-        if message.adapter is not None and (problem := self._adapters.why_refused(message.adapter)) is not None:
-            return problem
         return why_refused(message, self._vocab_size, self.ready.max_request_tokens)
 
 

@@ -86,8 +86,10 @@ def read_adapter(folder: Path, targets: Targets, dtype: torch.dtype) -> tuple[st
     """A hash of what was read, and the factors of each module of the model that it changes. Raises AdapterError."""
     try:
         path = _weight_file(folder)
+        if (config_path := folder / _CONFIG).exists() and not config_path.is_file():
+            raise AdapterError(f"{config_path} is no file: fetch the adapter again")
         before = _written(folder)
-        content = read_json_object(folder / _CONFIG)
+        content = read_json_object(config_path)
         config = AdapterConfig.parse(content, _CONFIG)
         _check_config(config, targets.max_rank)
         with path.open("rb") as file:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -164,9 +165,31 @@ def test_an_adapter_unloaded_in_use_computes_to_the_end(folder: Path) -> None:
             if output.request_id == "running":
                 tokens += output.token_ids
             else:
-                late = output.error
-    assert late == "the adapter all is not loaded"
+                late = output.error, output.error_status
+    assert late == ("the adapter all is not loaded", 404)
     assert tokens == expected
+
+
+@pytest.mark.parametrize(("loss", "status"), [("unloaded", 404), ("deleted", 500)])
+def test_a_request_that_waits_for_a_lost_adapter_is_refused(
+    folder: Path, tmp_path: Path, loss: str, status: int
+) -> None:
+    engine = adapted_engine(folder, max_loras=1)
+    write_tiny_adapter(tmp_path / "lost", folder / "base", rank=4)
+    load(engine, "lost", tmp_path / "lost")
+    load(engine, "all", folder / "all")
+    engine.add(request("running", prompt_of(30), "all", 20))
+    engine.step()
+    engine.add(request("waiting", prompt_of(30), "lost"))
+    engine.step()
+    if loss == "unloaded":
+        engine.change_adapter(UnloadAdapter(request_id="unload", name="lost"))
+    else:
+        shutil.rmtree(tmp_path / "lost")
+    ended = {}
+    while engine.has_work:
+        ended |= {output.request_id: output.error_status for output in engine.step().outputs if output.error}
+    assert ended == {"waiting": status}
 
 
 def test_a_pinned_adapter_is_never_evicted(folder: Path) -> None:
@@ -407,6 +430,9 @@ def test_a_missing_folder_or_file_is_refused(folder: Path, tmp_path: Path) -> No
     write_tiny_adapter(tmp_path, folder / "base")
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(AdapterError, match=r"adapter_config.json is missing"):
+        read_adapter(tmp_path, Targets({}, 8), torch.float32)
+    os.mkfifo(tmp_path / "adapter_config.json")  # opening it waits for a writer
+    with pytest.raises(AdapterError, match=r"adapter_config.json is no file"):
         read_adapter(tmp_path, Targets({}, 8), torch.float32)
 
 
