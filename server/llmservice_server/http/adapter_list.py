@@ -131,7 +131,8 @@ class AdapterList:
             if begun is not None and not begun.done():
                 continue
             self._fetches.pop(folder, None)
-            if self._loaded.get(each.name) == each and each.name in self._state.engine.adapters:
+            held = self._state.engine.adapters.get(each.name)  # a client may have replaced or unloaded it
+            if self._loaded.get(each.name) == each and held is not None and held.folder == str(folder):
                 failures.pop((each.name, each.uri), None)  # of an entry that was other than this one meanwhile
             elif begun is not None and not begun.cancelled():
                 self._note(each, begun.result() or await self._load(each))

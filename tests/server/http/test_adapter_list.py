@@ -114,6 +114,14 @@ async def test_the_failure_of_an_entry_is_forgotten_when_it_is_listed_as_it_is_l
         assert list(found.engine.adapters) == ["poet", "bard"]
 
 
+async def test_a_listed_adapter_that_a_client_replaces_is_loaded_again(tmp_path: Path) -> None:
+    async with followed(tmp_path, poet="a") as found:
+        await found.until(lambda: "poet" in found.engine.adapters)
+        listed = found.engine.adapters["poet"]
+        await found.engine.load_adapter("poet", "/another")
+        await found.until(lambda: found.engine.adapters["poet"] == listed)
+
+
 FETCH = """
 mkdir -p $2; echo $$ >$2/pid.new; mv $2/pid.new $2/pid
 case $1 in slow*) exec sleep 1000;; lost) echo "the connection is lost" >&2; exit 1;; esac
