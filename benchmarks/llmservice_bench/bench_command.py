@@ -27,8 +27,15 @@ def positive_int(text: str) -> int:
     return value
 
 
+def server_root(text: str) -> str:
+    """An argparse type: the URL of a server, also given as a client's base URL, with /v1."""
+    return text.rstrip("/").removesuffix("/v1")
+
+
 def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8080", help="root of the server, without /v1")
+    parser.add_argument(
+        "--url", type=server_root, default="http://127.0.0.1:8080", help="of the server, with or without /v1"
+    )
     parser.add_argument("--model", required=True, help="the served model's name")
     parser.add_argument("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
     parser.add_argument("--ignore-eos", action="store_true", help="ask for the trace's output lengths exactly")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmservice_bench.bench_command import positive, positive_int
+from llmservice_bench.bench_command import positive, positive_int, server_root
 from llmservice_planner.command import Command, CommandError
 from llmservice_planner.gpu import UnknownGPU, find_gpu
 from llmservice_planner.latency import LatencyModel
@@ -40,7 +40,7 @@ Nothing else should use the server meanwhile."""
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--url", required=True, help="root of the server, without /v1")
+    parser.add_argument("--url", type=server_root, required=True, help="of the server, with or without /v1")
     parser.add_argument("--model", help="the served model's name; default: the first of /v1/models")
     parser.add_argument(
         "--metrics-url",
