@@ -132,7 +132,7 @@ def _add_curve_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.list_gpus:
-        print(gpu_table())
+        print(_catalogue(args.output))
         return 0
     try:
         is_capacity = is_asked(args)
@@ -279,7 +279,7 @@ def _render(request: SizingRequest, answer: Plan, output: str, compared: Sequenc
     return json.dumps(content, indent=2) if output == "json" else _yaml(content)
 
 
-def _yaml(content: dict[str, Any]) -> str:
+def _yaml(content: Any) -> str:
     return yaml.safe_dump(content, sort_keys=False, width=120).rstrip()
 
 
@@ -313,6 +313,15 @@ def plan_table(request: SizingRequest, answer: Plan) -> str:
     elif not answer.fits:
         lines += ["", "Nothing in the catalogue makes it fit: choose a smaller model."]
     return "\n".join(lines)
+
+
+def _catalogue(output: str) -> str:
+    if output == "manifest":
+        raise CommandError("--list-gpus makes no manifest: leave out -o manifest")
+    if output == "table":
+        return gpu_table()
+    gpus = [asdict(gpu) | {"node_labels": list(gpu.node_labels)} for gpu in GPUS.values()]  # YAML has no tuples
+    return json.dumps(gpus, indent=2) if output == "json" else _yaml(gpus)
 
 
 def gpu_table() -> str:

@@ -124,6 +124,12 @@ def test_a_container_without_a_gpu(model: Path, capsys: Capture) -> None:
 def test_the_catalogue_is_printed_without_a_model(capsys: Capture) -> None:
     assert _plan("--list-gpus") == 0
     assert "NVIDIA-H100-80GB-HBM3" in capsys.readouterr().out
+    for output, parse in (("json", json.loads), ("yaml", yaml.safe_load)):
+        assert _plan("--list-gpus", "-o", output) == 0
+        gpus = {gpu["name"]: gpu for gpu in parse(capsys.readouterr().out)}
+        assert gpus["l4"]["bandwidth_bytes_per_s"] == 300e9
+        assert "NVIDIA-H100-80GB-HBM3" in gpus["h100-80gb"]["node_labels"]
+    assert _plan("--list-gpus", "-o", "manifest") == 2
 
 
 @pytest.mark.parametrize(
