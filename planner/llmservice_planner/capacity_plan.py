@@ -30,6 +30,8 @@ _WITHOUT_CACHE_TOKENS = 1e12
 MODEL_LEN_MULTIPLE = 256
 """Of recommended lengths."""
 _HEADROOM = 1.1
+MOST_REPLICAS = 1000
+"""Of an LLMService, as its CRD has it."""
 NOT_SERVABLE = "not yet servable: the server runs on one GPU"
 
 
@@ -206,7 +208,11 @@ def _candidate(
         if not capacity.requests_per_s:
             problem = _why_missed(capacity, targets)
             continue
-        replicas = max(1, math.ceil(requests_per_s / (UTILISATION * capacity.requests_per_s) - 1e-9))
+        needed = requests_per_s / (UTILISATION * capacity.requests_per_s)
+        if needed > MOST_REPLICAS:
+            problem = f"{needed:.4g} replicas are needed, and a service has at most {MOST_REPLICAS}"
+            continue
+        replicas = max(1, math.ceil(needed - 1e-9))
         point = operating_point(latency, limits, work, requests_per_s / replicas)
         return Candidate(
             gpu=gpu,

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from llmservice_planner.capacity_plan import Candidate, Targets
+from llmservice_planner.capacity_plan import MOST_REPLICAS, Candidate, Targets
 from llmservice_planner.gpu import GIB
 
 API_VERSION = "serving.llmservice.io/v1alpha1"
@@ -45,6 +45,7 @@ def manifest(
         "maxLoraRank": _unless(request.max_lora_rank, 16),
         "loraExperts": _unless(request.lora_experts, default=False),
     }
+    most_replicas = min(candidate.replicas + 1, MOST_REPLICAS)
     slo = {"ttftP99": targets.ttft_p99_s, "itlP99": targets.itl_p99_s}
     spec: dict[str, Any] = {
         "model": {"uri": uri, **_given(figures)},
@@ -54,7 +55,7 @@ def manifest(
         },
         "engine": _given(settings),
         "slo": {key: duration(value) for key, value in slo.items() if value is not None},
-        "autoscaling": {"minReplicas": min(min_replicas, candidate.replicas), "maxReplicas": candidate.replicas + 1},
+        "autoscaling": {"minReplicas": min(min_replicas, candidate.replicas), "maxReplicas": most_replicas},
     }
     if not spec["slo"]:
         del spec["slo"]

@@ -51,6 +51,13 @@ def test_replicas_keep_the_promise_at_80_percent(name: str) -> None:
     assert found.servable
 
 
+@pytest.mark.parametrize("requests_per_s", [1e6, 1e300, 1.7e308])
+def test_more_replicas_than_a_service_may_have_are_a_problem(requests_per_s: float) -> None:
+    (found,) = planned("l4", traffic=replace(CHAT, requests_per_s=requests_per_s))
+    assert (found.replicas, found.servable) == (0, False)
+    assert "a service has at most 1000" in found.problem
+
+
 def test_cheapest_is_first_and_unpriced_gpus_follow() -> None:
     gpus = [find_gpu(name) for name in ("h200", "h100", "l40s", "a100-80gb")]
     prices = {"h100-80gb": 2.0, "l40s": 3.0}
