@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import re
 import time
 import urllib.parse
 
@@ -12,6 +14,7 @@ from llmservice_planner.command import Command, CommandError
 
 _RETRY_S = 1.0
 _REQUEST_TIMEOUT_S = 5.0
+_USER = re.compile(r"(?<=//)[^/?#]*@")  # a name and a password, which no message repeats
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,19 +28,30 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    parts = urllib.parse.urlsplit(args.url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise CommandError(f"{args.url!r} is no URL: expected http://HOST[:PORT]")
-    models = asyncio.run(_models(args.url.rstrip("/"), args.timeout, verifies=not args.insecure))
+    if not 0 <= args.timeout < math.inf:
+        raise CommandError(f"--timeout is {args.timeout:g}, expected seconds, 0 or more")
+    if not _is_url(args.url):
+        raise CommandError(f"{args.url.rpartition('@')[2]!r} is no URL: expected http://HOST[:PORT]")
+    shown = _USER.sub("", args.url)
+    models = asyncio.run(_models(args.url.rstrip("/"), shown, args.timeout, verifies=not args.insecure))
     if models is None:
-        print(f"{args.url} answers, and wants an API key")
+        print(f"{shown} answers, and wants an API key")
         return 0
     served = f"serves {', '.join(models)}" if models else "answers, and serves no model yet: apply an LLMService"
-    print(f"{args.url} {served}")
+    print(f"{shown} {served}")
     return 0
 
 
-async def _models(url: str, timeout_s: float, *, verifies: bool) -> list[str] | None:
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        parts.port  # noqa: B018  # raises ValueError
+    except ValueError:
+        return False
+    return parts.scheme in {"http", "https"} and bool(parts.hostname)
+
+
+async def _models(url: str, shown: str, timeout_s: float, *, verifies: bool) -> list[str] | None:
     """The names that clients may put in `model`; None where a key is needed to see them.
 
     Raises CommandError where there is no answer in time.
@@ -60,7 +74,7 @@ async def _models(url: str, timeout_s: float, *, verifies: bool) -> list[str] | 
             except (ValueError, KeyError, TypeError):
                 why = "GET /v1/models is answered with something that is no list of models"
             if time.monotonic() + _RETRY_S > deadline:
-                raise CommandError(f"{url} gave no list of models within {timeout_s:g} s: {why}", status=1)
+                raise CommandError(f"{shown} gave no list of models within {timeout_s:g} s: {why}", status=1)
             await asyncio.sleep(_RETRY_S)
 
 

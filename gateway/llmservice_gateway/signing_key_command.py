@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import base64
+import math
 import sys
 import time
 from typing import Any
 
 from llmservice_planner.command import Command, CommandError
+
+_AFTER_S = 600.0
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +27,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--after",
         type=float,
-        default=600.0,
         metavar="SECONDS",
-        help="with --rotate: when the new key replaces the present one; all pods must have its public half by then",
+        help="with --rotate: when the new key replaces the present one; all pods must have its public half by then "
+        f"(default: {_AFTER_S:g})",
     )
 
 
@@ -36,12 +39,15 @@ def _run(args: argparse.Namespace) -> int:
     from llmservice_gateway.signing import SigningKey, SigningKeyError, parse_signing_keys, rotated, signing_secret
 
     now = time.time()
-    if args.after < 0:
-        raise CommandError(f"--after is {args.after:g}, expected seconds, 0 or more")
+    after_s = _AFTER_S if args.after is None else args.after
+    if not 0 <= after_s < math.inf:
+        raise CommandError(f"--after is {after_s:g}, expected seconds, 0 or more")
+    if args.after is not None and not args.rotate:
+        raise CommandError("--after is about the key that --rotate adds: a first key signs at once")
     if args.rotate:
         try:
             present = yaml.safe_load(sys.stdin)
-            keys = rotated(parse_signing_keys(_signing_field(present)), now, args.after)
+            keys = rotated(parse_signing_keys(_signing_field(present)), now, after_s)
         except (yaml.YAMLError, SigningKeyError) as error:
             why = error if isinstance(error, SigningKeyError) else "it is not valid YAML"
             raise CommandError(f"standard input does not hold the present Secret: {why}") from None

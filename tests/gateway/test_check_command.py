@@ -64,3 +64,27 @@ def test_an_unreachable_url_fails_with_a_reason(capsys: Capture, unused_tcp_port
 def test_an_invalid_url_is_refused(capsys: Capture) -> None:
     assert main(["check", "gateway"]) == 2
     assert "expected http://HOST" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:secret@h:99999", "http://me:secret@[x", "http://me:secret/1@h", "me:secret@h", "http://me:secret@"],
+)
+def test_no_url_repeats_its_password(url: str, capsys: Capture) -> None:
+    assert main(["check", url, "--timeout", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "is no URL" in error
+    assert "secret" not in error
+
+
+def test_an_unreachable_url_is_shown_without_its_password(capsys: Capture, unused_tcp_port: int) -> None:
+    assert main(["check", f"http://me:secret@127.0.0.1:{unused_tcp_port}", "--timeout", "0"]) == 1
+    error = capsys.readouterr().err
+    assert f"http://127.0.0.1:{unused_tcp_port} gave no list" in error
+    assert "secret" not in error
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_timeout_that_is_none_is_refused(seconds: str, capsys: Capture) -> None:
+    assert main(["check", "http://127.0.0.1:1", "--timeout", seconds]) == 2
+    assert "expected seconds" in capsys.readouterr().err

@@ -180,6 +180,12 @@ def test_rotating_something_else_than_the_secret_is_refused(
     assert re.search(words, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("flags", [["--after", "60"], ["--rotate", "--after", "-1"], ["--rotate", "--after", "nan"]])
+def test_a_time_without_a_meaning_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["signing-key", *flags]) == 2
+    assert "--after" in capsys.readouterr().err
+
+
 def test_a_present_secret_keeps_nothing_of_what_the_api_server_added(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
