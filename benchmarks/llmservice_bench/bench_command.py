@@ -29,6 +29,8 @@ def positive_int(text: str) -> int:
 
 def server_root(text: str) -> str:
     """An argparse type: the URL of a server, also given as a client's base URL, with /v1."""
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL: expected http://HOST[:PORT]")
     return text.rstrip("/").removesuffix("/v1")
 
 

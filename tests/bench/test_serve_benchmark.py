@@ -85,6 +85,12 @@ async def test_a_client_s_base_url_is_accepted(server: Any) -> None:
     assert await bench("--url", f"{server.url}/v1/", "--num-prompts", "1", "--scale", "0.01") == 0
 
 
+async def test_a_url_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        await bench("--url", "127.0.0.1:8000")
+    assert "expected http://HOST" in capsys.readouterr().err
+
+
 async def test_key_may_have_another_name(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEAM_KEY", "sk-team")
     assert await bench("--url", server.url, "--num-prompts", "1", "--scale", "0.01", "--api-key-env", "TEAM_KEY") == 0
