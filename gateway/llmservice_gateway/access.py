@@ -61,7 +61,8 @@ class Access:
         self._limiter = limiter
         self._metrics = metrics
         self._signer = signer
-        metrics.limits_shared.set(int(limiter.counts_together))
+        if limiter.has_redis:
+            metrics.limits_shared.set_function(lambda: float(limiter.counts_together))
 
     @property
     def unready(self) -> str | None:
@@ -115,8 +116,6 @@ class Access:
         except LimitError as error:
             self._metrics.key_refusals.labels(key.name, error.reason).inc()
             raise _refusal(error) from None
-        finally:
-            self._metrics.limits_shared.set(int(self._limiter.counts_together))
         return Admission(key, reservation, self._signer, self._metrics, model)
 
     def answered(self, key: Key, model: str, code: str) -> None:

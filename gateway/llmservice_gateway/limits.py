@@ -207,7 +207,8 @@ class SharedCounters:
         await self._redis.zrem(_lease_key(name), lease)
 
     async def renew(self) -> None:
-        """Keep the leases of requests that take long."""
+        """Keep the leases of requests that take long. Reaches Redis also where there are none."""
+        await self._redis.ping()
         for lease, name in list(self._held.items()):
             await self._renew(keys=[_lease_key(name)], args=[int(LEASE_S * 1000), lease])
 
@@ -285,6 +286,10 @@ class Limiter:
         self._down_until_s: float | None = None  # Redis cannot be reached, and is tried again then
 
     @property
+    def has_redis(self) -> bool:
+        return self._shared is not None
+
+    @property
     def counts_together(self) -> bool:
         """Whether Redis is there and can be reached."""
         return self._shared is not None and self._down_until_s is None
@@ -312,12 +317,14 @@ class Limiter:
         return await self._reserve(self._local, key, tokens, parts=self._replicas)
 
     async def renew(self) -> None:
-        """Every RENEWAL_S."""
-        if self._shared is not None and self.counts_together:
+        """Every RENEWAL_S; notices also between requests that Redis is lost, or back."""
+        if self._shared is not None:
             try:
                 await self._shared.renew()
             except _UNREACHABLE as error:
                 self._lost(error)
+            else:
+                self._found()
 
     async def close(self) -> None:
         if self._shared is not None:

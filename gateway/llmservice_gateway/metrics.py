@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 UNKNOWN_MODEL = ""
@@ -91,6 +93,7 @@ class GatewayMetrics:
         )
         self.limits_shared = Gauge(
             "llmservice_gateway_limits_shared",
-            "Whether limits are counted in Redis (1), or this gateway counts for itself (0)",
+            "Whether limits are counted in Redis (1), or it cannot be reached (0); NaN: the gateway has none",
             registry=self.registry,
         )
+        self.limits_shared.set(math.nan)

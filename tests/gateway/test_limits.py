@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from llmservice_gateway.access import Access
 from llmservice_gateway.keys import Key, Policy
 from llmservice_gateway.limits import (
     MINUTE_S,
@@ -24,6 +26,7 @@ from llmservice_gateway.limits import (
     budget_key,
     shared_counters,
 )
+from llmservice_gateway.metrics import GatewayMetrics
 
 NOVEMBER_S = 1_795_521_600.0  # 2026-11-24 12:00 UTC
 DECEMBER_S = NOVEMBER_S + 7 * 24 * 3600
@@ -369,3 +372,31 @@ async def test_without_redis_requests_go_on_under_local_limits_until_it_is_back(
         messages = [record.message for record in caplog.records]
         assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"], messages
         assert "allows 1/3 of each limit" in messages[0]
+
+
+@pytest.mark.slow
+async def test_a_lost_redis_is_noticed_between_requests(redis_of: Any, tmp_path: Path) -> None:
+    server = redis_of(tmp_path)
+    limiter = Limiter(shared_counters(server.url))
+    metrics = GatewayMetrics()
+    Access(cast("Any", None), limiter, metrics)
+
+    async def shared_after_renewal() -> float | None:
+        await limiter.renew()
+        return metrics.registry.get_sample_value("llmservice_gateway_limits_shared")
+
+    try:
+        assert await shared_after_renewal() == 0, "it is down from the start"
+        server.start()
+        assert await shared_after_renewal() == 1
+        server.stop()
+        assert await shared_after_renewal() == 0
+    finally:
+        server.stop()
+        await limiter.close()
+
+
+def test_without_redis_there_is_no_metric_to_alert_on() -> None:
+    metrics = GatewayMetrics()
+    Access(cast("Any", None), Limiter(), metrics)
+    assert math.isnan(metrics.registry.get_sample_value("llmservice_gateway_limits_shared") or 0)

@@ -203,8 +203,7 @@ def gateway_alerts() -> tuple[Alert, ...]:
         ),
         Alert(
             name="LLMServiceLimitsNotShared",
-            # Of gateways that have a Redis: those without one never counted in it.
-            expr="llmservice_gateway_limits_shared == 0 and max_over_time(llmservice_gateway_limits_shared[1d]) == 1",
+            expr="llmservice_gateway_limits_shared == 0",  # of gateways without a Redis it is NaN
             lasting="2m",
             severity="warning",
             summary="{{ $labels.pod }} cannot reach the Redis that counts the limits of API keys",
