@@ -145,7 +145,7 @@ def _add_sweep(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--limit", type=positive, default=600.0, metavar="SECONDS", help="start no run of the search later"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the curve")
+    parser.add_argument("--plot", type=_svg, metavar="FILE.svg", help="write a plot of the curve")
     parser.set_defaults(run_bench=_run_sweep)
 
 
@@ -154,6 +154,12 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, found {text}")
     return value
+
+
+def _svg(text: str) -> Path:
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of an SVG file: expected FILE.svg")
+    return Path(text)
 
 
 def _run_sweep(args: argparse.Namespace) -> int:

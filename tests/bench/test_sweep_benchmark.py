@@ -47,3 +47,9 @@ async def test_failed_requests_make_the_exit_status_1(server: Any) -> None:
 async def test_unreachable_server_is_one_error_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert await sweep("--url", "http://127.0.0.1:1") == 2
     assert "cannot reach http://127.0.0.1:1/v1/completions" in capsys.readouterr().err
+
+
+async def test_a_plot_of_another_format_is_refused_before_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        await sweep("--plot", "curve.pdf")
+    assert "expected FILE.svg" in capsys.readouterr().err
