@@ -18,6 +18,8 @@ from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.crd_command import CRD_FOLDERS
 from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.sizing import Sized, size
+from llmservice_planner.capacity import UTILISATION
+from llmservice_planner.capacity_plan import MOST_REPLICAS
 from llmservice_planner.command import main
 from llmservice_planner.shape import ModelShape
 
@@ -97,6 +99,20 @@ async def test_manifest_of_a_plan_is_accepted(kube: KubeClient, tmp_path: Path, 
 
         sized = size(spec, Model(ModelLocation("file", str(tmp_path)), ModelShape.from_folder(tmp_path)))
         assert isinstance(sized, Sized), sized
+
+
+async def test_manifest_of_the_largest_plan_is_accepted(kube: KubeClient, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    command = ["plan", "--model", str(tmp_path), "--gpu", "h100", "--prompt-tokens", "512", "--output-tokens", "150"]
+    assert main([*command, "--rate", "1", "-o", "json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["candidates"]
+    most = MOST_REPLICAS * UTILISATION * one["max_requests_per_s_per_replica"]
+    assert main([*command, "--rate", str(0.9999 * most), "-o", "manifest"]) == 0
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    manifest["metadata"]["name"] = "largest"
+    created = await create(kube, manifest)
+    assert created["spec"]["autoscaling"]["maxReplicas"] == MOST_REPLICAS
+    assert main([*command, "--rate", str(1.01 * most), "-o", "manifest"]) == 2
 
 
 async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manifest_of: Any) -> None:
