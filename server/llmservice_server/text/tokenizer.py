@@ -70,6 +70,8 @@ _TOOLS = "additional_chat_templates/tool_use.jinja"
 _PROMPT_END = 16  # tokens, enough for a tag in letters and white space
 _NONE_KEPT: Mapping[int, str] = {}
 _BUILT_OF_FLAGS = {"LlamaTokenizer", "LlamaTokenizerFast"}
+_WITHOUT_TYPES = {"DistilBertTokenizer", "DistilBertTokenizerFast", "TokenizersBackend"}
+"""Of transformers, which give a model no token types although tokenizer.json may have them."""
 LONG_TEXT_BYTES = 4096
 """Longer texts are tokenized without the interpreter's lock; for shorter ones that costs more than it saves."""
 
@@ -95,9 +97,11 @@ class Tokenizer:
         eos_token_ids: frozenset[int] = frozenset(),
         chat: ChatTemplate | None = None,
         formats: FormatNames = FormatNames(),  # noqa: B008  # it is frozen
+        has_types: bool = True,
     ) -> None:
-        """Raises ChatFormatError where the `formats` do not belong together."""
+        """`has_types`: pairs have the token types of the post-processor. Raises ChatFormatError as `ChatFormats`."""
         self._library = library
+        self._has_types = has_types
         self._chat = chat
         self.token_bytes = TokenBytes(library)
         added = {token.content: token_id for token_id, token in library.get_added_tokens_decoder().items()}
@@ -142,6 +146,7 @@ class Tokenizer:
                 eos_token_ids=ends if own_end is None else ends | {own_end},
                 chat=_chat_template(chat_template, folder, settings),
                 formats=formats,
+                has_types=_has_types(settings),
             )
         except ChatFormatError as error:
             raise ModelLoadError(str(error)) from error
@@ -173,8 +178,12 @@ class Tokenizer:
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, num_tokens: int | None = None) -> list[EncodedPair]:
         """As the tokenizer's own post-processor joins them. `num_tokens`: the longer text of a pair is cut to fit."""
+        joined = self._joined(pairs, num_tokens)
+        return [EncodedPair(each.ids, each.type_ids if self._has_types else [0] * len(each.ids)) for each in joined]
+
+    def _joined(self, pairs: Sequence[tuple[str, str]], num_tokens: int | None) -> list[tokenizers.Encoding]:
         if num_tokens is None:
-            return [EncodedPair(each.ids, each.type_ids) for each in self._library.encode_batch_fast(pairs)]
+            return self._library.encode_batch_fast(pairs)
         room = max(0, num_tokens - self._library.num_special_tokens_to_add(True))  # a pair
         sides = (self._library.encode_batch_fast(texts, add_special_tokens=False) for texts in zip(*pairs, strict=True))
         joined = []
@@ -183,7 +192,7 @@ class Tokenizer:
             shorter.truncate(max(room // 2, room - len(longer)))
             longer.truncate(room - len(shorter))
             joined.append(self._library.post_process(*pair))
-        return [EncodedPair(each.ids, each.type_ids) for each in joined]
+        return joined
 
     def _refuse_longer(self, texts: Sequence[str], max_tokens: int) -> None:
         num_bytes = max((len(text.encode()) for text in texts), default=0)
@@ -270,6 +279,17 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             tokens[name] = content
     return tokens
+
+
+def _has_types(settings: dict[str, Any]) -> bool:
+    """Whether transformers' tokenizer gives the model token types, by tokenizer_config.json.
+
+    `PreTrainedTokenizerFast` gives them in transformers 4, whose models were trained with them, and not in 5.
+    """
+    inputs = settings.get("model_input_names")
+    if isinstance(inputs, list):
+        return "token_type_ids" in inputs
+    return settings.get("tokenizer_class") not in _WITHOUT_TYPES
 
 
 def _add_tokens_of_flags(library: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:

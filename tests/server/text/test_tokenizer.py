@@ -238,6 +238,30 @@ def test_texts_and_pairs_are_cut_as_the_library_cuts_them(sizes: tuple[int, int]
     assert (pair.token_ids, pair.type_ids) == (expected.ids, expected.type_ids)
 
 
+@pytest.mark.parametrize(
+    ("config", "has_types"),
+    [
+        ({}, True),
+        ({"tokenizer_class": "BertTokenizer"}, True),
+        ({"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]}, False),
+        ({"tokenizer_class": "TokenizersBackend"}, False),
+        ({"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids"]}, True),
+        ({"tokenizer_class": "DistilBertTokenizer"}, False),
+    ],
+)
+def test_pairs_have_the_token_types_that_transformers_gives_the_model(
+    model: Path, config: dict[str, Any], has_types: bool
+) -> None:
+    sides = [{"Sequence": {"id": name, "type_id": type_id}} for type_id, name in enumerate("AB")]
+    template = {"type": "TemplateProcessing", "single": sides[:1], "pair": sides, "special_tokens": {}}
+    _change(model / "tokenizer.json", post_processor=template)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(model)
+    first, second = map(len, tokenizer.encode_all(["one text", "two"]))
+    (pair,) = tokenizer.encode_pairs([("one text", "two")])
+    assert pair.type_ids == [0] * first + [int(has_types)] * second
+
+
 def test_truncation_and_padding_that_were_saved_with_the_tokenizer_are_off(model: Path) -> None:
     library = Tokenizer.load(model)._library
     library.enable_truncation(4)
