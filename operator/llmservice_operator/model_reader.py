@@ -23,7 +23,7 @@ from llmservice_planner.checkpoint import (
     stored_dtype,
     weight_names,
 )
-from llmservice_planner.encoders import SENTENCES, is_encoder
+from llmservice_planner.encoders import SENTENCES, TOKENIZER, is_encoder
 from llmservice_planner.model_config import names_dtype, patched
 from llmservice_planner.quantization import SIDECAR, with_sidecar
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
@@ -115,7 +115,9 @@ class ModelReader:
         config = _json_object(text, url)
         if not config.get("quantization_config"):
             config = with_sidecar(config, await self._hub_object(location, SIDECAR))
-        return {**config, SENTENCES: await self._hub_object(location, SENTENCES)} if is_encoder(config) else config
+        names = [*SENTENCES, TOKENIZER] if is_encoder(config) else []
+        found = await asyncio.gather(*(self._hub_object(location, name) for name in names))
+        return config | dict(zip(names, found, strict=True))
 
     async def _hub_object(self, location: ModelLocation, name: str) -> dict[str, Any] | None:
         """Of a file that not every repository has."""

@@ -11,8 +11,13 @@ from typing import Any
 
 from llmservice_planner.families import find_family
 
-SENTENCES = "sentence_bert_config.json"
-"""What sentence-transformers says of an encoder's inputs; beside the keys of config.json, under this name."""
+SENTENCES = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""What sentence-transformers says of an encoder's inputs: the first file that is there and not empty."""
+TOKENIZER = "tokenizer_config.json"
+"""Says how long they are where the former do not. All are beside the keys of config.json, under these names."""
 ENCODER_BATCH = 64
 """Inputs that the server computes at once, at most."""
 

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from llmservice_planner.encoders import (
     ENCODERS,
     SENTENCES,
+    TOKENIZER,
     EncoderFamily,
     EncoderSizes,
     count_parameters,
@@ -19,6 +20,8 @@ from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_K
 from llmservice_planner.quantization import SIDECAR, QuantizationConfig, QuantizationError, with_sidecar
 
 _MOST_LAYERS = 1024
+_NO_LIMIT = 10**12
+"""transformers writes 10**30 into tokenizer_config.json where it knows of none."""
 
 
 class ShapeError(ValueError):
@@ -86,9 +89,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises `ShapeError` if it is missing, or one of them is not a JSON object.
     """
-    sidecar, sentences = folder / SIDECAR, folder / SENTENCES
+    sidecar = folder / SIDECAR
     config = with_sidecar(_read_object(folder / "config.json"), _read_object(sidecar) if sidecar.is_file() else None)
-    return {**config, SENTENCES: _read_object(sentences)} if is_encoder(config) and sentences.is_file() else config
+    lengths = [folder / name for name in (*SENTENCES, TOKENIZER)] if is_encoder(config) else []
+    return config | {path.name: _read_object(path) for path in lengths if path.is_file()}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -195,10 +199,15 @@ def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[st
 
 def max_seq_length(config: Mapping[str, Any]) -> int | None:
     """Tokens of an encoder's input to which sentence-transformers cuts it; None: to its context."""
-    length = (config.get(SENTENCES) or {}).get("max_seq_length")
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-        raise ShapeError(f"{SENTENCES}: max_seq_length is {length!r}, expected a positive whole number")
-    return length
+    sentences = next((name for name in SENTENCES if config.get(name)), SENTENCES[0])
+    for name, key in ((sentences, "max_seq_length"), (TOKENIZER, "model_max_length")):
+        length = (config.get(name) or {}).get(key)
+        if length is None:
+            continue
+        if isinstance(length, bool) or not isinstance(length, int | float) or not length >= 1:
+            raise ShapeError(f"{name}: {key} is {length!r}, expected a positive whole number")
+        return int(length) if length < _NO_LIMIT else None
+    return None
 
 
 def _family(model_type: object) -> Family:

@@ -80,26 +80,60 @@ def test_an_encoder_that_does_not_fit_says_what_is_missing_and_helps() -> None:
     assert any("give the container at least" in remedy for remedy in answer.remedies)
 
 
+_TOKENIZER = "tokenizer_config.json"
+
+
 @pytest.mark.parametrize(
-    ("sentences", "expected"),
-    [(None, 512), ({"max_seq_length": 256}, 256), ({"max_seq_length": None}, 512), ({"max_seq_length": 1024}, 512)],
+    ("files", "expected"),
+    [
+        ({}, 512),
+        ({"sentence_bert_config.json": {"max_seq_length": 256}}, 256),
+        ({"sentence_bert_config.json": {"max_seq_length": None}}, 512),
+        ({"sentence_bert_config.json": {"max_seq_length": 1024}}, 512),
+        ({_TOKENIZER: {"model_max_length": 128}}, 128),
+        ({_TOKENIZER: {"model_max_length": 10**30}}, 512),
+        ({_TOKENIZER: {"model_max_length": 1e30}}, 512),
+        ({_TOKENIZER: {}}, 512),
+        ({"sentence_bert_config.json": {"max_seq_length": 256}, _TOKENIZER: {"model_max_length": 128}}, 256),
+        ({"sentence_bert_config.json": {"do_lower_case": False}, _TOKENIZER: {"model_max_length": 128}}, 128),
+        ({"sentence_xlm-roberta_config.json": {"max_seq_length": 256}, _TOKENIZER: {"model_max_length": 128}}, 256),
+        (
+            {
+                "sentence_bert_config.json": {},
+                "sentence_roberta_config.json": {"max_seq_length": 64},
+                "sentence_distilbert_config.json": {"max_seq_length": 32},
+            },
+            64,
+        ),
+    ],
 )
 def test_inputs_are_as_long_as_for_sentence_transformers_unless_more_are_asked_for(
-    tmp_path: Path, sentences: dict[str, Any] | None, expected: int
+    tmp_path: Path, files: dict[str, Any], expected: int
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    if sentences is not None:
-        (tmp_path / "sentence_bert_config.json").write_text(json.dumps(sentences))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
     shape = ModelShape.from_folder(tmp_path)
     assert plan(SizingRequest(shape=shape, device=find_gpu("t4"))).max_model_len == expected
     assert plan(SizingRequest(shape=shape, device=find_gpu("t4"), max_model_len=512)).max_model_len == 512
 
 
+def test_the_context_of_a_decoder_does_not_depend_on_its_tokenizer(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("sentence_bert_config.json", _TOKENIZER):
+        (tmp_path / name).write_text(json.dumps({"max_seq_length": 128, "model_max_length": 128}))
+    assert ModelShape.from_folder(tmp_path).default_model_len == 4096
+
+
 @pytest.mark.parametrize("length", [0, -1, True, "256"])
-def test_a_length_that_makes_no_sense_is_refused(tmp_path: Path, length: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "key"), [("sentence_bert_config.json", "max_seq_length"), (_TOKENIZER, "model_max_length")]
+)
+def test_a_length_that_makes_no_sense_is_refused(tmp_path: Path, name: str, key: str, length: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": length}))
-    with pytest.raises(ShapeError, match=r"sentence_bert_config.json: max_seq_length is .*, expected a positive whole"):
+    (tmp_path / name).write_text(json.dumps({key: length}))
+    with pytest.raises(ShapeError, match=rf"{name}: {key} is .*, expected a positive whole"):
         ModelShape.from_folder(tmp_path)
 
 

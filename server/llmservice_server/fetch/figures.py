@@ -15,7 +15,7 @@ from llmservice_planner.checkpoint import (
     stored_dtype,
     weight_names,
 )
-from llmservice_planner.encoders import SENTENCES, is_encoder
+from llmservice_planner.encoders import SENTENCES, TOKENIZER, is_encoder
 from llmservice_planner.model_config import names_dtype
 from llmservice_planner.model_source import CheckpointFigures
 from llmservice_planner.quantization import SIDECAR, with_sidecar
@@ -53,8 +53,8 @@ def _figures(source: Source) -> CheckpointFigures:
         raise FetchError(f"{source.where} holds no config.json: expected a checkpoint in Hugging Face's format")
     sidecar = request(_read_json, source, SIDECAR) if SIDECAR in names else None
     config = with_sidecar(request(_read_json, source, _CONFIG), sidecar)
-    if SENTENCES in names and is_encoder(config):
-        config = {**config, SENTENCES: request(_read_json, source, SENTENCES)}
+    if is_encoder(config):
+        config |= {name: request(_read_json, source, name) for name in (*SENTENCES, TOKENIZER) if name in names}
     weights = weight_names(needed(names))
     wants_headers = ModelShape.from_config(config).wants_headers
     if wants_headers or not names_dtype(config):

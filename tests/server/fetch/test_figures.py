@@ -97,11 +97,18 @@ def test_a_dtype_that_config_json_does_not_name_is_that_of_the_weights(hub: Mode
     assert (model.shape.dtype, model.shape.counts) == ("float16", None)
 
 
-def test_the_longest_input_of_an_encoder_is_that_of_sentence_transformers(hub: ModelHub) -> None:
-    hub.files = {
-        "config.json": json.dumps({"model_type": "bert", "torch_dtype": "float32"}).encode(),
-        "sentence_bert_config.json": b'{"max_seq_length": 256}',
-    }
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"sentence_bert_config.json": b'{"max_seq_length": 256}', "tokenizer_config.json": b"{}"},
+        {"sentence_roberta_config.json": b'{"max_seq_length": 256}'},
+        {"tokenizer_config.json": b'{"model_max_length": 256}'},
+    ],
+)
+def test_the_longest_input_of_an_encoder_is_that_of_sentence_transformers(
+    hub: ModelHub, files: dict[str, bytes]
+) -> None:
+    hub.files = {"config.json": json.dumps({"model_type": "bert", "torch_dtype": "float32"}).encode(), **files}
     assert read_model("org/open").shape.default_model_len == 256
 
 
