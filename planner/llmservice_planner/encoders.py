@@ -18,6 +18,8 @@ SENTENCES = tuple(
 """What sentence-transformers says of an encoder's inputs: the first file that is there and not empty."""
 TOKENIZER = "tokenizer_config.json"
 """Says how long they are where the former do not. All are beside the keys of config.json, under these names."""
+MODULES = "modules.json"
+"""What a model of sentence-transformers consists of."""
 ENCODER_BATCH = 64
 """Inputs that the server computes at once, at most."""
 
@@ -166,6 +168,20 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
     first = architectures[0] if isinstance(architectures, list) and architectures else ""
     scores = str(first).endswith(CLASSIFIER) and find_family(model_type) is not None
     return is_bidirectional or scores or model_type in ENCODERS
+
+
+def without_config(where: str, modules: object) -> str:
+    """Why a checkpoint without config.json is not served. `modules`: its modules.json; None: it has none."""
+    if modules is None:
+        return f"{where} holds no config.json: expected a checkpoint in Hugging Face's format"
+    entries = [each for each in modules if isinstance(each, Mapping)] if isinstance(modules, list) else []
+    kinds = [(str(each.get("type")).rpartition(".")[2], each.get("path")) for each in entries]
+    named = ", ".join(f"{kind} in {path}" if path else kind for kind, path in kinds)
+    return (
+        f"{where} holds no config.json: by its {MODULES} it is a model of sentence-transformers "
+        f"({named or 'without modules'}), of which only those with a Transformer beside config.json are served, "
+        "choose another checkpoint"
+    )
 
 
 def count_parameters(family: EncoderFamily, sizes: EncoderSizes) -> int:

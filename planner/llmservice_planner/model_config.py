@@ -9,12 +9,14 @@ from typing import Any, TypeGuard
 
 from llmservice_planner.encoders import (
     ENCODERS,
+    MODULES,
     SENTENCES,
     TOKENIZER,
     EncoderFamily,
     EncoderSizes,
     count_parameters,
     is_encoder,
+    without_config,
 )
 from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family, find_family
 from llmservice_planner.quantization import SIDECAR, QuantizationConfig, QuantizationError, with_sidecar
@@ -89,10 +91,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises `ShapeError` if it is missing, or one of them is not a JSON object.
     """
+    if not (folder / "config.json").exists() and (folder / MODULES).is_file():
+        raise ShapeError(without_config(str(folder), read_modules(folder)))
     sidecar = folder / SIDECAR
     config = with_sidecar(_read_object(folder / "config.json"), _read_object(sidecar) if sidecar.is_file() else None)
     lengths = [folder / name for name in (*SENTENCES, TOKENIZER)] if is_encoder(config) else []
     return config | {path.name: _read_object(path) for path in lengths if path.is_file()}
+
+
+def read_modules(folder: Path) -> object:
+    """The parsed `modules.json`; None: there is none that can be read."""
+    try:
+        return json.loads((folder / MODULES).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

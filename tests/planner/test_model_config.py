@@ -209,6 +209,28 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes | No
         ModelShape.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("modules", "kinds"),
+    [
+        ([{"type": "sentence_transformers.models.StaticEmbedding", "path": ""}], "StaticEmbedding"),
+        ([{"type": "sentence_transformers.base.modules.router.Router"}], "Router"),
+        (
+            [{"type": "sentence_transformers.models.CLIPModel", "path": "0_CLIPModel"}, {"type": "x.Normalize"}],
+            "CLIPModel in 0_CLIPModel, Normalize",
+        ),
+        ({}, "without modules"),
+        ([1], "without modules"),
+    ],
+)
+def test_a_model_without_a_transformer_is_refused_as_what_it_is(tmp_path: Path, modules: Any, kinds: str) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ShapeError) as error:
+        ModelShape.from_folder(tmp_path)
+    assert str(error.value).startswith(
+        f"{tmp_path} holds no config.json: by its modules.json it is a model of sentence-transformers ({kinds}), of "
+    )
+
+
 def test_a_folder_is_read_like_its_config(tmp_path: Path, config_of: ConfigOf) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama-3-8b")))
     assert ModelShape.from_folder(tmp_path) == ModelShape.from_config(config_of("llama-3-8b"))

@@ -14,6 +14,8 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from llmservice_planner.command import Command, CommandError, json_object, port
+from llmservice_planner.encoders import without_config
+from llmservice_planner.model_config import read_modules
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.engine.config import EngineConfig, Flag, LaneName, ReasoningFormatName, ToolCallFormatName
 from llmservice_server.types.errors import ConfigError, ModelLoadError
@@ -321,9 +323,7 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
 
     model: Path = args.model
     if not (model / "config.json").is_file():
-        raise CommandError(
-            f"{model} holds no config.json: --model expects a checkpoint in Hugging Face's format", status=1
-        )
+        raise CommandError(without_config(str(model), read_modules(model)), status=1)
     served_names = tuple(args.served_model_name or [model.resolve().name])
     try:
         model = served_folder(model, args.config_overrides)

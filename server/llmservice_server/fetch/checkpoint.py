@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llmservice_planner.checkpoint import weight_names
+from llmservice_planner.encoders import MODULES, without_config
 from llmservice_server.fetch.cache import LockLostError, completed, mark_completed, sole_writer
 from llmservice_server.fetch.download import Downloader, FetchOptions
 from llmservice_server.fetch.progress import Progress
@@ -74,7 +75,7 @@ def _require_servable(where: str, names: list[str], *, adapter: bool) -> None:
                 )
         return
     if "config.json" not in names:
-        raise FetchError(f"{where} holds no config.json: expected a checkpoint in Hugging Face's format")
+        raise FetchError(without_config(where, [] if MODULES in names else None))
     if not any(name.endswith(".safetensors") for name in names):
         raise FetchError(f"{where} holds no safetensors: pickled weights (.bin, .pt) are never loaded: convert them")
     shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]

@@ -15,7 +15,7 @@ from llmservice_planner.checkpoint import (
     stored_dtype,
     weight_names,
 )
-from llmservice_planner.encoders import SENTENCES, TOKENIZER, is_encoder
+from llmservice_planner.encoders import MODULES, SENTENCES, TOKENIZER, is_encoder, without_config
 from llmservice_planner.model_config import names_dtype
 from llmservice_planner.model_source import CheckpointFigures
 from llmservice_planner.quantization import SIDECAR, with_sidecar
@@ -50,7 +50,8 @@ def _figures(source: Source) -> CheckpointFigures:
     request = retrying(_ATTEMPTS, _LONGEST_WAIT_S)
     names = request(source.names)
     if _CONFIG not in names:
-        raise FetchError(f"{source.where} holds no config.json: expected a checkpoint in Hugging Face's format")
+        modules = request(_read, source, MODULES) if MODULES in names else None
+        raise FetchError(without_config(source.where, modules))
     sidecar = request(_read_json, source, SIDECAR) if SIDECAR in names else None
     config = with_sidecar(request(_read_json, source, _CONFIG), sidecar)
     if is_encoder(config):
@@ -87,15 +88,19 @@ def _read_header(source: Source, file: RemoteFile) -> dict[str, StoredTensor]:
 
 
 def _read_json(source: Source, name: str) -> dict[str, Any]:
+    parsed = _read(source, name)
+    if not isinstance(parsed, dict):
+        raise FetchError(f"{source.where}: {name} holds a {type(parsed).__name__}, expected a JSON object")
+    return parsed
+
+
+def _read(source: Source, name: str) -> Any:
     (file,) = source.describe([name])
     if file.size > _MOST_BYTES:
         raise FetchError(f"{source.where}: {name} has {file.size} bytes, expected at most {_MOST_BYTES}")
     with source.open(file, 0) as (_, parts):
         content = b"".join(parts)
     try:
-        parsed = json.loads(content)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise FetchError(f"{source.where}: {name} is no JSON ({error})") from error
-    if not isinstance(parsed, dict):
-        raise FetchError(f"{source.where}: {name} holds a {type(parsed).__name__}, expected a JSON object")
-    return parsed

@@ -256,6 +256,11 @@ def _with(name: str, content: str) -> Callable[[Path], None]:
     return write
 
 
+def _static(model: Path) -> None:
+    (model / "config.json").unlink()
+    (model / "modules.json").write_text('[{"type": "sentence_transformers.models.StaticEmbedding", "path": ""}]')
+
+
 def _with_a_norm_of(value: float) -> Callable[[Path], None]:
     def write(model: Path) -> None:
         tensors = load_file(model / "model.safetensors")
@@ -271,7 +276,8 @@ def _with_a_norm_of(value: float) -> Callable[[Path], None]:
     ("damage", "words"),
     [
         (_with_a_norm_of(math.nan), "the model's logits are not finite"),
-        (_without("config.json"), "holds no config.json"),
+        (_without("config.json"), "holds no config.json: expected a checkpoint in Hugging Face's format"),
+        (_static, "a model of sentence-transformers (StaticEmbedding)"),
         (_with("model.safetensors", "no tensors"), "safetensors"),
         (_with("tokenizer.json", "{}"), "tokenizer.json cannot be read"),
     ],

@@ -133,6 +133,12 @@ def test_a_folder_that_cannot_be_served_is_refused(folder: Path, tmp_path: Path,
         fetch(f"file://{folder}", tmp_path / "model")
 
 
+def test_a_model_of_sentence_transformers_without_a_transformer_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").rename(folder / "modules.json")
+    with pytest.raises(FetchError, match=r"holds no config.json: by its modules.json it is a model"):
+        fetch(f"file://{folder}", tmp_path / "model")
+
+
 def test_mistral_s_tokenizer_file_is_enough(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "tekken.json")
     assert "tekken.json" in fetch(f"file://{folder}", tmp_path / "model")

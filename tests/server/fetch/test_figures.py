@@ -112,6 +112,12 @@ def test_the_longest_input_of_an_encoder_is_that_of_sentence_transformers(
     assert read_model("org/open").shape.default_model_len == 256
 
 
+def test_a_model_without_a_transformer_is_refused_as_what_it_is(hub: ModelHub) -> None:
+    hub.files = {"modules.json": b'[{"type": "sentence_transformers.models.StaticEmbedding", "path": ""}]'}
+    with pytest.raises(ShapeError, match=r"a model of sentence-transformers \(StaticEmbedding\)"):
+        read_model("org/open")
+
+
 def test_quantisation_that_is_described_apart_is_read_and_counted_from_the_headers(hub: ModelHub) -> None:
     hub.files = {
         "config.json": json.dumps(LLAMA_3_8B).encode(),
