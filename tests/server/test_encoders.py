@@ -323,6 +323,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "3 labels, expected 1",
     ),
+    "no id of its padding": (
+        lambda folder: _edit_config(folder, model_type="roberta", architectures=["RobertaModel"], pad_token_id=None),
+        "the model cannot compute a step",
+    ),
     "a wrong size": (lambda folder: _edit_config(folder, hidden_size=-1), "hidden_size is -1, expected"),
     "a wrong value": (lambda folder: _edit_config(folder, hidden_act=7), "config.json"),
     "another module": (lambda folder: _write_module(folder, f"{_TYPES}.LSTM"), "modules.json names LSTM"),

@@ -355,7 +355,15 @@ def _belongs_to(key: str, prefix: str, parts: set[str]) -> bool:
 def _warm_up(model: EncoderModel, length: int, batch_tokens: int, device: torch.device) -> None:
     """On a GPU a whole step, which shows at once whether it fits. Raises `ModelLoadError`."""
     rows = max(1, batch_tokens // length) if device.type == "cuda" else 1
-    if not torch.isfinite(model.embed([[0] * length] * rows)).all():
+    try:
+        vectors = model.embed([[0] * length] * rows)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers does not check a config.json as a whole
+        raise ModelLoadError(
+            f"config.json: the model cannot compute a step ({_first_line(error)}): correct it, or choose another model"
+        ) from error
+    if not torch.isfinite(vectors).all():
         raise ModelLoadError(
             "the model's states are not finite in its first step, so it could answer nothing: look for NaN and "
             "infinity in the checkpoint's weights, or try another --dtype"

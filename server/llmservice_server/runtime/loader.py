@@ -29,6 +29,8 @@ from llmservice_planner.checkpoint import (
     stored_dtype,
     weight_names,
 )
+from llmservice_planner.encoders import CLASSIFIER, ENCODERS
+from llmservice_planner.families import FAMILIES
 from llmservice_planner.quantization import (
     SUFFIXES,
     Quantization,
@@ -111,6 +113,7 @@ class Checkpoint:
         if not folder.is_dir():
             raise ModelLoadError(f"{folder} is not a folder: expected one with config.json and *.safetensors")
         raw = read_model_config(folder)
+        _refuse_classifier(raw)
         shards = weight_files(folder)
         config: ModelConfig | TransformersConfig
         if implementation == "own" or (implementation == "auto" and is_own(raw)):
@@ -532,6 +535,17 @@ def _opened(shard: Path) -> Iterator[Any]:
 
 def _unreadable(shard: Path, error: SafetensorError) -> ModelLoadError:
     return ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again")
+
+
+def _refuse_classifier(raw: Mapping[str, Any]) -> None:
+    """Of a family that `is_encoder` does not know."""
+    architectures = raw.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if name.endswith(CLASSIFIER):
+        raise ModelLoadError(
+            f"{name} cannot be served: the server computes the scores of the model types "
+            f"{', '.join([*FAMILIES, *ENCODERS])} alone, choose a checkpoint of one of these"
+        )
 
 
 def _is_for_embeddings(folder: Path, raw: Mapping[str, Any]) -> bool:

@@ -143,6 +143,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
         set_config(architectures=["OwnForCausalLM"]),
         "OwnForCausalLM cannot be served: transformers has no model of this name.*Qwen3ForCausalLM",
     ),
+    "a classifier of a family whose scores are not computed": (
+        set_config(model_type="olmo2", architectures=["Olmo2ForSequenceClassification"]),
+        "Olmo2ForSequenceClassification cannot be served: the server computes the scores of the model types llama, ",
+    ),
     "no architecture": (set_config(architectures=None), r"the architecture \(none\), supported are"),
     "a missing key": (set_config(intermediate_size=None), "config.json has no intermediate_size"),
     "a key that makes no sense": (
