@@ -491,6 +491,7 @@ def test_rerank_in_teis_format(reranker: Any) -> None:
     server, folder = reranker
     logits = _expected_logits(folder, "a1 b2", DOCUMENTS)
     body = {"query": "a1 b2", "texts": DOCUMENTS, "raw_scores": True, "return_text": True}
+    body["truncation_direction"] = "right"
     status, answer = server.post("/rerank", body)
     assert status == 200, answer
     assert [each["score"] for each in answer] == pytest.approx(sorted(logits, reverse=True), abs=1e-5)
@@ -536,6 +537,7 @@ def test_a_pair_that_is_too_long_is_cut_only_where_that_is_asked_for(reranker: A
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1 holds 2 texts and text_2 1"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2 0"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ("/rerank", {"query": "a", "texts": ["b"], "truncation_direction": "left"}, "truncation_direction"),
         ("/v1/rerank", {"documents": ["b"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "model": None}, "you must provide model"),
     ],

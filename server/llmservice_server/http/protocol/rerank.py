@@ -22,7 +22,11 @@ class Document(Part):
 class PairsRequest(Body):
     """What both bodies have in common."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"priority": (0,), "truncate_prompt_tokens": ()}
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "priority": (0,),
+        "truncate_prompt_tokens": (),
+        "truncation_direction": ("right", "Right"),
+    }
 
     raw_scores: Annotated[bool, Field(description="the model's logit instead of its sigmoid")] = False
     truncate: Annotated[bool, Field(description="cut the longer text of a pair that is too long")] = False
