@@ -232,7 +232,8 @@ class WeightCounts:
                 if form is None or len(values.shape) != 2:
                     dense[suffix] = values
                 else:
-                    outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]), hidden_size)
+                    shape = (values.nbytes, 1) if form.is_table else (values.shape[0], values.shape[1])
+                    outputs, inputs = form.shape_of(suffix, shape, hidden_size)
                     counts.update(_adapted(module, outputs, inputs))
                     if _OF_LATENTS.search(module):
                         counts["other_parameters"] += outputs * inputs

@@ -26,11 +26,13 @@ SUPPORTED = (
     "gptq (4 or 8 bits), awq (4 bits, gemm), auto-round (as gptq and awq), modelopt (fp8, mxfp8, NVFP4), "
     "bitsandbytes (8-bit integers, NF4, FP4), mxfp4 (the experts of gpt-oss)"
 )
+ABSMAX = "weight.absmax"
+"""Of a matrix of NF4 or FP4, whose bytes may be stored as elements of any dtype."""
 SUFFIXES = frozenset({
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
     *("weight_g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale"),
     *("activation_scale", "qweight", "qzeros", "scales", "g_idx"),
-    *("SCB", "weight_format", "weight.absmax", "weight.quant_map"),
+    *("SCB", "weight_format", ABSMAX, "weight.quant_map"),
     *("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"),
     *("weight.nested_absmax", "weight.nested_quant_map"),
 })  # fmt: skip
@@ -134,7 +136,8 @@ class WeightFormat:
     def shape_of(self, suffix: str, stored: tuple[int, int], hidden_size: int) -> tuple[int, int]:
         """`[out, in]` of a matrix from its tensor of that suffix (weight, weight_packed, qweight) and shape.
 
-        Of NF4 and FP4 only their product is known: one of them is taken for the model's `hidden_size`, the inputs.
+        Of NF4 and FP4 only their product is known, from a tensor of bytes: one of them is taken for the model's
+        `hidden_size`, the inputs.
         """
         rows, columns = stored
         if self.is_table:

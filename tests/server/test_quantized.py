@@ -381,6 +381,21 @@ def test_scales_of_nf4_may_be_stored_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(logits(ours), logits(expected))
 
 
+@both_codes
+@pytest.mark.parametrize("storage", [torch.int8, torch.float16, torch.bfloat16, torch.float32])
+def test_nf4_may_be_stored_as_another_dtype(tmp_path: Path, code: Implementation, storage: torch.dtype) -> None:
+    quantized, _ = write_both(tmp_path, FORMATS["nf4"])
+    expected = Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored")
+    tensors = load_file(quantized / "model.safetensors")
+    for name in [name for name in tensors if f"{name}.absmax" in tensors]:
+        tensors[name] = tensors[name].flatten().view(storage)[:, None]
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    ours = Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored")
+    assert torch.equal(logits(ours), logits(expected))
+    predicted = ModelShape.from_folder(quantized).weights_bytes("float32", "stored")
+    assert ours.weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
 def test_4_bits_may_be_those_of_fp4(tmp_path: Path) -> None:
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
     quantized, exact = write_both(tmp_path, Format(config, fp4))

@@ -77,6 +77,11 @@ class _Tensors:
             raise ModelLoadError(f"{self._name}.{suffix} is {tensor.dtype}, {self._form} makes it {expected}")
         return tensor.reshape(shape)
 
+    def take_bytes(self, suffix: str, count: int) -> torch.Tensor:
+        """Bytes that may be stored as elements of another dtype (`bnb_4bit_quant_storage`)."""
+        size = self._tensors[suffix].itemsize if suffix in self else 1
+        return self.take(suffix, (count // size, 1), (torch.uint8, torch.int8, *_FLOATS)).contiguous().view(torch.uint8)
+
     def state(self) -> _TableState:
         """What bitsandbytes says of a matrix of NF4 or FP4, in JSON."""
         suffix = f"weight.quant_state.bitsandbytes__{self._form.kind}{self._form.bits}"
@@ -241,7 +246,7 @@ def _read_bitsandbytes(form: WeightFormat, tensors: _Tensors, shape: tuple[int, 
         raise tensors.fail(
             f"it is said to be {[*state.shape]} in groups of {state.blocksize}, expected {[*shape]} and {form.group}"
         )
-    stored = tensors.take("weight", (outputs * inputs // 2, 1), (torch.uint8,)).view(outputs, inputs // 2)
+    stored = tensors.take_bytes("weight", outputs * inputs // 2).view(outputs, inputs // 2)
     scales = tensors.take("weight.absmax", (outputs * groups,), (torch.float32, torch.uint8))
     if scales.dtype == torch.uint8:
         size = state.nested_blocksize

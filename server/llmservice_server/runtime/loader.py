@@ -32,6 +32,7 @@ from llmservice_planner.checkpoint import (
 from llmservice_planner.encoders import CLASSIFIER, ENCODERS
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.quantization import (
+    ABSMAX,
     SUFFIXES,
     Quantization,
     QuantizationConfig,
@@ -370,7 +371,7 @@ class Checkpoint:
         for name, outputs in place.parts.items():
             tensors = files.module(modules.get(name, {}))
             weight = tensors.get("weight")
-            if weight is not None and weight.dtype in _DTYPES.values():
+            if weight is not None and weight.dtype in _DTYPES.values() and ABSMAX not in tensors:
                 if weight.shape != (outputs, inputs):
                     raise ModelLoadError(
                         f"{name}.weight has the shape {list(weight.shape)}, config.json makes it {[outputs, inputs]}"
