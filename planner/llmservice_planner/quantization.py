@@ -463,9 +463,8 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
         rows, group = _block(raw["weight_block_size"])
     static = raw.get("activation_scheme", "dynamic") == "static"
     form = WeightFormat("fp8", 8, "float", rows, group, activations="fp8", static=static)
-    return QuantizationConfig(
-        ((("Linear",), form),), ("lm_head", *_names(raw, "modules_to_not_convert", "ignored_layers"))
-    )
+    left_out = _names(raw, "modules_to_not_convert", "ignored_layers") or ("lm_head",)
+    return QuantizationConfig(((("Linear",), form),), left_out)
 
 
 _NVFP4 = WeightFormat("modelopt", 4, "float", group=_FLOAT_GROUPS["nvfp4"])

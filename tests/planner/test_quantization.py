@@ -134,7 +134,7 @@ def test_layers_of_auto_round_differ_where_it_says_so() -> None:
     [
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:.*\.1\.mlp\.gate$": {}}},
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*.1.mlp.gate*", "lm_head"]},
-        {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.1.mlp.gate"]},
+        {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate"]},
     ],
 )
 def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, Any]) -> None:
@@ -142,6 +142,13 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
     assert config.format_of("model.layers.1.mlp.gate") is None
     assert config.format_of("lm_head") is None
     assert config.format_of("model.layers.0.mlp.gate") is config.format_of("model.layers.1.mlp.up_proj") is not None
+
+
+@pytest.mark.parametrize("names", [{}, {"modules_to_not_convert": None}, {"ignored_layers": []}])
+def test_the_head_is_fp8_where_others_are_named_without_it(names: dict[str, Any]) -> None:
+    assert parsed(quant_method="fp8", **names).format_of("lm_head") is None
+    config = parsed(quant_method="fp8", modules_to_not_convert=["q_proj"])
+    assert config.format_of("lm_head") == config.main
 
 
 @pytest.mark.parametrize(
