@@ -309,12 +309,13 @@ class QuantizationConfig:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> QuantizationConfig | None:
         """From a parsed config.json; None if the checkpoint is not quantised. Raises `QuantizationError`."""
-        raw = config.get("quantization_config", config.get("compression_config"))
+        of_mlx = config.get("quantization")  # the only key of its older checkpoints; later ones repeat it
+        raw = config.get("quantization_config", config.get("compression_config")) or of_mlx
         if not raw:
             return None
         if not isinstance(raw, Mapping):
             raise QuantizationError(f"config.json: quantization_config is {raw!r}, expected an object")
-        method = raw.get("quant_method")
+        method = raw.get("quant_method", "mlx" if of_mlx else None)
         if method == "mxfp4" and config.get("model_type") == "gpt_oss":
             return cls(((("experts",), WeightFormat("mxfp4", 4, "float", group=32)),))
         parse = _PARSERS.get(str(method))

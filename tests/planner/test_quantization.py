@@ -245,6 +245,12 @@ def test_4_bits_with_rounded_activations_are_no_8_bit_products() -> None:
         assert form.held_as("auto", on_cpu=True) == "stored"
 
 
+@pytest.mark.parametrize("names", [["quantization"], ["quantization", "quantization_config"]])
+def test_mlx_is_refused_by_its_name(names: list[str]) -> None:
+    with pytest.raises(QuantizationError, match="quantised by 'mlx', supported are"):
+        QuantizationConfig.of({name: {"group_size": 64, "bits": 4, "mode": "affine"} for name in names})
+
+
 def test_attention_and_caches_that_are_quantised_leave_the_weights_as_they_are() -> None:
     method = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {}}
     attention = {"targets": ["LlamaAttention"], "weights": None, "format": "dense"}

@@ -77,7 +77,10 @@ def _require_servable(where: str, names: list[str], *, adapter: bool) -> None:
     if "config.json" not in names:
         raise FetchError(without_config(where, [] if MODULES in names else None))
     if not any(name.endswith(".safetensors") for name in names):
-        raise FetchError(f"{where} holds no safetensors: pickled weights (.bin, .pt) are never loaded: convert them")
+        raise FetchError(
+            f"{where} holds no safetensors: pickled weights (.bin, .pt) are never loaded, GGUF and ONNX are not "
+            "served: convert them, or choose another repository of the model"
+        )
     shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
     if shards and len(shards) < (expected := int(shards[0]["of"])):
         raise FetchError(f"{where} is incomplete: {len(shards)} of {expected} shards are there; upload the others")

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OTHERS = ("*.gguf", "*.onnx", "onnx/*.onnx")
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
 """Names in a checkpoint that was saved for embeddings, without the head and its owner."""
@@ -583,5 +584,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         raise ModelLoadError(
             f"{folder} holds its weights as pickles only ({', '.join(pickles[:3])}), which can run any code when read: "
             "convert them to safetensors"
+        )
+    if others := sorted(path.name for pattern in _OTHERS for path in folder.glob(pattern)):
+        raise ModelLoadError(
+            f"{folder} holds no *.safetensors file, only {', '.join(others[:3])}, which is not served: choose a "
+            "repository of the same model with safetensors"
         )
     raise ModelLoadError(f"{folder} holds no *.safetensors file")

@@ -123,6 +123,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "a lost shard": (lose_a_shard, r"index.json names 2 files, b.safetensors missing"),
     "a corrupt index": (corrupt_index, "holds a JSON list, expected an object"),
     "pickled weights only": (only_pickles, r"pickles only \(pytorch_model.bin\).*convert them to safetensors"),
+    "GGUF only": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf"),
+        r"holds no \*.safetensors file, only model-Q4_K_M.gguf, which is not served",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no .*safetensors file"),
     "a truncated file": (truncate, "not a readable safetensors file"),
     "corrupt JSON": (corrupt_config, "config.json cannot be read as JSON"),
@@ -155,6 +159,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "heads that do not divide": (set_config(num_key_value_heads=3), "4 attention heads cannot share 3 key-value heads"),
     "a quantized checkpoint": (set_config(quantization_config={"bits": 4}), "quantised by None, supported are"),
+    "a checkpoint of MLX": (
+        set_config(quantization={"group_size": 64, "bits": 4}),
+        "quantised by 'mlx', supported are",
+    ),
     "another activation": (set_config(hidden_act="gelu"), "hidden_act is 'gelu', expected 'silu'"),
     "a rope that we do not have": (
         set_config(rope_parameters={"rope_type": "longrope", "factor": 4.0}),
