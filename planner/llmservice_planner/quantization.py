@@ -383,9 +383,8 @@ def _block(value: Any) -> tuple[int, int]:
 
 def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
     rules = raw.get("dynamic") or {}
-    left_out = [str(rule) for rule in rules] if isinstance(rules, Mapping) else [""]
-    if not all(rule.startswith("-:") for rule in left_out):
-        raise QuantizationError("config.json: quantization_config.dynamic differs by layer, which is not supported")
+    if not isinstance(rules, Mapping) or not all(isinstance(each, Mapping) for each in rules.values()):
+        raise QuantizationError("config.json: quantization_config.dynamic is no object of objects")
     if raw.get("rotation"):  # of GPTQModel, whose down projections take inputs times a Hadamard matrix
         raise QuantizationError(
             f"config.json: quantization_config.rotation is {raw['rotation']!r}: rotated activations are not supported"
@@ -403,8 +402,14 @@ def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
         version=2 if version == "gptq_v2" else 1,
         reordered=bool(raw.get("desc_act")),
     )
-    ignored = [f"re:{rule.removeprefix('-:')}" for rule in left_out]
-    return QuantizationConfig(((("Linear",), form),), (*ignored, *(() if raw.get("lm_head") else ("lm_head",))))
+    ignored = [f"re:{rule.removeprefix('-:')}" for rule in rules if rule.startswith("-:")]
+    others = [
+        ((f"re:{rule.removeprefix('+:')}",), _gptq({**raw, "dynamic": None, **settings}).main)
+        for rule, settings in rules.items()
+        if not rule.startswith("-:")
+    ]
+    formats = *others, (("Linear",), form)
+    return QuantizationConfig(formats, (*ignored, *(() if raw.get("lm_head") else ("lm_head",))))
 
 
 def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:

@@ -382,6 +382,25 @@ def test_scales_of_nf4_may_be_stored_as_they_are(tmp_path: Path) -> None:
 
 
 @both_codes
+def test_layers_that_gptqmodel_quantises_differently(tmp_path: Path, code: Implementation) -> None:
+    """As it does with the head, where `lm_head` is set."""
+    stored, exact = {}, {}
+    for name, tensor in dense_tensors().items():
+        module = name.removesuffix(".weight")
+        stored[name] = exact[name] = tensor
+        if module.endswith("_proj") or module == "lm_head":
+            form = FORMATS["gptq, 8 bits" if module == "lm_head" or "down_proj" in module else "gptq"]
+            tensors, exact[name] = form.quantize(stored.pop(name))
+            stored |= {f"{module}.{suffix}": each for suffix, each in tensors.items()}
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "lm_head": True}
+    method["dynamic"] = {rule: {"bits": 8, "group_size": -1} for rule in (r"+:.*\.down_proj$", "lm_head")}
+    quantized = write(tmp_path / "quantized", stored, quantization_config=method)
+    expected = logits(loaded(write(tmp_path / "exact", exact), "dense", code=code))
+    ours = loaded(quantized, "stored", code=code)
+    assert relative_error(logits(ours), expected) < 1e-3
+
+
+@both_codes
 @pytest.mark.parametrize("storage", [torch.int8, torch.float16, torch.bfloat16, torch.float32])
 def test_nf4_may_be_stored_as_another_dtype(tmp_path: Path, code: Implementation, storage: torch.dtype) -> None:
     quantized, _ = write_both(tmp_path, FORMATS["nf4"])
