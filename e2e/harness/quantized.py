@@ -340,6 +340,10 @@ FORMATS = {
     "gptq, reordered": gptq(4, 64, symmetric=True, reordered=True),
     "gptq, 8 bits": gptq(8, -1, symmetric=True),
     "auto-round": auto_round(),
+    "auto-round, mxfp4": Format(
+        {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "group_size": 32, "act_bits": 4},
+        compressed_float4("mxfp4", None).quantize,
+    ),
     "nf4": Format(
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "load_in_8bit": False}, nf4
     ),

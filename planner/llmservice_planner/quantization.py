@@ -23,8 +23,8 @@ with 8-bit activations; as they are `stored`; or what is fastest on the device."
 
 SUPPORTED = (
     "compressed-tensors (8-bit integers, fp8, 4-bit integers, mxfp8, mxfp4, NVFP4), fp8 (one scale, or blocks), "
-    "gptq (4 or 8 bits), awq (4 bits, gemm), auto-round (as gptq and awq), modelopt (fp8, mxfp8, NVFP4), "
-    "bitsandbytes (8-bit integers, NF4, FP4), mxfp4 (the experts of gpt-oss)"
+    "gptq (4 or 8 bits), awq (4 bits, gemm), auto-round (as gptq, awq, fp8, mxfp8, mxfp4, NVFP4), "
+    "modelopt (fp8, mxfp8, NVFP4), bitsandbytes (8-bit integers, NF4, FP4), mxfp4 (the experts of gpt-oss)"
 )
 ABSMAX = "weight.absmax"
 """Of a matrix of NF4 or FP4, whose bytes may be stored as elements of any dtype."""
@@ -438,22 +438,43 @@ _ZEROS_AS_THEY_ARE = {"auto_round", "auto_round:exllamav2", "auto_round:gptqmode
 
 
 def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
-    """AutoRound (arXiv:2309.05516), whose tensors are those of GPTQ, of either version, or of AWQ."""
-    if raw.get("data_type", "int") != "int":
-        raise QuantizationError(f"config.json: quantization_config.data_type is {raw['data_type']!r}, expected int")
-    packing = str(raw.get("packing_format") or raw.get("backend") or "auto_round:auto_gptq")
-    version = "gptq_v2" if packing in _ZEROS_AS_THEY_ARE else "gptq"
-    parse, common = _awq if "awq" in packing else _gptq, {**raw, "version": "gemm", "checkpoint_format": version}
+    """AutoRound (arXiv:2309.05516), whose tensors are those of other methods."""
     layers = raw.get("extra_config") or {}
     if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
         raise QuantizationError("config.json: quantization_config.extra_config is no object of objects")
     others = {name: each for name, each in layers.items() if each.get("bits", raw.get("bits")) != _DENSE_BITS}
     formats = [
-        ((f"re:{name}" if set(name) & set("*^$[(|\\") else name,), parse({**common, **settings}).main)
+        ((f"re:{name}" if set(name) & set("*^$[(|\\") else name,), _rounded({**raw, **settings}).main)
         for name, settings in others.items()
     ]
-    usual = parse({**common, "lm_head": "lm_head" in others})
+    usual = _rounded({**raw, "lm_head": "lm_head" in others})
     return replace(usual, formats=(*formats, *usual.formats))
+
+
+def _rounded(raw: Mapping[str, Any]) -> QuantizationConfig:
+    """Integers are stored as by GPTQ, of either version, or AWQ; floats as by compressed-tensors, blocks as by fp8."""
+    kind = str(raw.get("data_type", "int"))
+    if kind == "int":
+        packing = str(raw.get("packing_format") or raw.get("backend") or "auto_round:auto_gptq")
+        version = "gptq_v2" if packing in _ZEROS_AS_THEY_ARE else "gptq"
+        return (_awq if "awq" in packing else _gptq)({**raw, "version": "gemm", "checkpoint_format": version})
+    bits = _number(raw, "bits")
+    if group := _FLOAT_GROUPS.get(f"{kind[:2]}{kind[3:5]}{bits}"):  # mx_fp and nv_fp
+        form = WeightFormat("compressed-tensors", bits, "float", group=_number(raw, "group_size", (group,)))
+    elif kind.startswith("fp") and bits == 8 and raw.get("weight_block_size"):
+        return _fp8(raw)
+    elif kind.startswith("fp") and bits == 8:
+        rows = 1 if _number(raw, "group_size", (-1, 0)) else None
+        rounds, static = raw.get("act_bits", _DENSE_BITS) == 8, not raw.get("act_dynamic", True)
+        form = WeightFormat(
+            "compressed-tensors", 8, "float", rows, activations="fp8" if rounds else None, static=rounds and static
+        )
+    else:
+        raise QuantizationError(
+            f"config.json: quantization_config.data_type is {kind!r} in {bits} bits, expected int in 4 or 8, fp in 8, "
+            "mx_fp in 4 or 8, or nv_fp in 4"
+        )
+    return QuantizationConfig(((("Linear",), form),), () if raw.get("lm_head") else ("lm_head",))
 
 
 def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:

@@ -56,6 +56,37 @@ def parsed(**raw: Any) -> QuantizationConfig:
             {"quant_method": "auto-round", "bits": 4, "group_size": 64, "packing_format": "auto_round:auto_awq"},
             "awq/int4/1x64/zeros",
         ),
+        (
+            {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "group_size": 32, "act_bits": 4},
+            "compressed-tensors/float4/1x32",
+        ),
+        (
+            {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8, "group_size": 32, "act_bits": 8},
+            "compressed-tensors/float8/1x32",
+        ),
+        (
+            {"quant_method": "auto-round", "data_type": "nv_fp", "bits": 4, "group_size": 16, "act_bits": 4},
+            "compressed-tensors/float4/1x16",
+        ),
+        (
+            {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": -1, "act_bits": 16},
+            "compressed-tensors/float8",
+        ),
+        (
+            {
+                "quant_method": "auto-round",
+                "data_type": "fp",
+                "bits": 8,
+                "group_size": 0,
+                "act_bits": 8,
+                "act_dynamic": False,
+            },
+            "compressed-tensors/float8/tensor/fp8-activations",
+        ),
+        (
+            {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "weight_block_size": [128, 128]},
+            "fp8/float8/128x128/fp8-activations",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "modelopt/float4/1x16"),
         (
             {
@@ -127,6 +158,10 @@ def test_layers_of_auto_round_differ_where_it_says_so() -> None:
     default = parsed(quant_method="auto-round", bits=4, group_size=128)
     assert default.format_of("lm_head") is None
     assert default.main.version == 1
+    floats = {"data_type": "mx_fp", "group_size": 32}
+    mixed = parsed(quant_method="auto-round", bits=4, **floats, extra_config={"q_proj": {"bits": 8, **floats}})
+    forms = [mixed.format_of(name) for name in ("layers.0.q_proj", "layers.0.k_proj", "lm_head")]
+    assert [form and form.bits for form in forms] == [8, 4, None]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +209,9 @@ def test_the_head_is_fp8_where_others_are_named_without_it(names: dict[str, Any]
             },
             "group_size is 16, expected 32",
         ),
-        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type is 'mx_fp', expected int"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "group_size is None, expected 32"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "fp"}, "data_type is 'fp' in 4 bits, expected int"),
+        ({"quant_method": "auto-round", "bits": "4", "data_type": "mx_fp"}, "bits is '4', expected a whole number"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {"lm_head": 4}}, "no object of"),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "INT4"}},
