@@ -67,12 +67,15 @@ class _Values:
 def patched(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     """A JSON merge patch (RFC 7396): objects are merged, null removes a key, all else replaces.
 
-    `rope_scaling` changes the `rope_parameters` of a config.json that has these, as transformers 5 writes it.
+    `rope_scaling` changes the `rope_parameters` of a config.json that has these, as transformers 5 writes it; where
+    each kind of layer has its own, those of layers without a window.
     """
     result = dict(config)
     for key, value in (overrides or {}).items():
-        if key == "rope_scaling" and isinstance(value, Mapping) and isinstance(config.get("rope_parameters"), Mapping):
-            key, value = "rope_parameters", _with_rope_type(value)  # noqa: PLW2901
+        rope = config.get("rope_parameters")
+        if key == "rope_scaling" and isinstance(value, Mapping) and isinstance(rope, Mapping):
+            scaling = _with_rope_type(value)
+            key, value = "rope_parameters", {"full_attention": scaling} if "full_attention" in rope else scaling  # noqa: PLW2901
         before = result.pop(key, None)
         if isinstance(value, Mapping):
             result[key] = patched(before if isinstance(before, Mapping) else {}, value)

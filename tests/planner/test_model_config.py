@@ -112,6 +112,14 @@ def test_rope_scaling_changes_the_parameters_of_newer_checkpoints(name: str, out
     assert "rope_scaling" not in result
 
 
+def test_rope_scaling_changes_layers_without_a_window_where_each_kind_has_its_own() -> None:
+    local, full = ({"rope_type": "default", "rope_theta": base} for base in (1e4, 1e6))
+    config = {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    result = patched(config, {"rope_scaling": {"type": "linear", "factor": 8.0}})["rope_parameters"]
+    assert result["sliding_attention"] == local
+    assert {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}.items() <= result["full_attention"].items()
+
+
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
