@@ -178,7 +178,7 @@ _MASK_DIMENSIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightCounts:
-    """The weights of a model that transformers' code runs, from which their bytes in the server's memory follow."""
+    """The weights of a model, from the headers of its files, from which their bytes in the server's memory follow."""
 
     quantized_parameters: int = 0
     """In matrices that the checkpoint has quantised, and that the server can hold so."""

@@ -444,14 +444,14 @@ def _auto_round(raw: Mapping[str, Any]) -> QuantizationConfig:
         raise QuantizationError("config.json: quantization_config.extra_config is no object of objects")
     others = {name: each for name, each in layers.items() if each.get("bits", raw.get("bits")) != _DENSE_BITS}
     formats = [
-        ((f"re:{name}" if set(name) & set("*^$[(|\\") else name,), _rounded({**raw, **settings}).main)
+        ((f"re:{name}" if set(name) & set("*^$[(|\\") else name,), _auto_round_layers({**raw, **settings}).main)
         for name, settings in others.items()
     ]
-    usual = _rounded({**raw, "lm_head": "lm_head" in others})
+    usual = _auto_round_layers({**raw, "lm_head": "lm_head" in others})
     return replace(usual, formats=(*formats, *usual.formats))
 
 
-def _rounded(raw: Mapping[str, Any]) -> QuantizationConfig:
+def _auto_round_layers(raw: Mapping[str, Any]) -> QuantizationConfig:
     """Integers are stored as by GPTQ, of either version, or AWQ; floats as by compressed-tensors, blocks as by fp8."""
     kind = str(raw.get("data_type", "int"))
     if kind == "int":

@@ -95,7 +95,7 @@ class ModelShape:
     encoder_parameters: int = 0
     """All parameters of an encoder, which has no KV cache and no output head; 0: a decoder."""
     quantized_parameters: int = 0
-    """This and the following: the `WeightCounts` of a family whose layout is not known; 0: they have not been read."""
+    """This and the following: the `WeightCounts` where they are needed; 0: they have not been read."""
     quantized_outputs: int = 0
     stored_bytes: int = 0
     cpu_stored_bytes: int = 0
@@ -241,7 +241,7 @@ class ModelShape:
 
     @property
     def counts(self) -> WeightCounts | None:
-        """Of the checkpoint's headers; None: of a known layout, or not read."""
+        """Of the checkpoint's headers; None: they are not needed, or not read."""
         if not self.other_parameters:
             return None
         return WeightCounts(**{item.name: getattr(self, item.name) for item in fields(WeightCounts)})
