@@ -15,6 +15,7 @@ from llmservice_server.backend.base import Attention
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
+from llmservice_server.types.errors import first_line
 
 BackendOf = Callable[[KVCacheShape, int, torch.device], Attention]
 FP8_MAX = 448.0
@@ -66,7 +67,7 @@ def why_wrong(cases: Sequence[Case], backend_of: BackendOf, device: torch.device
         try:
             error = relative_error(case, backend_of, device)
         except Exception as raised:  # of a compiler, a driver or a GPU: another backend is used
-            return f"{type(raised).__name__}: {raised}".splitlines()[0]
+            return first_line(raised)
         bound = _FP8_BOUND if case.shape.dtype.itemsize == 1 else BOUNDS[case.dtype]
         if not error <= bound:
             return f"its output is off by {error:.2g}, at most {bound:.2g} is right for {case.dtype}"

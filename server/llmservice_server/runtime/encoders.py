@@ -25,7 +25,7 @@ from llmservice_server.runtime.loader import weight_files
 from llmservice_server.runtime.startup import choose_device
 from llmservice_server.runtime.vector_format import VectorFormat, pool
 from llmservice_server.types.checkpoint_config import read_json_object
-from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
+from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError, first_line
 from llmservice_server.types.messages import (
     Embedded,
     GenerateRequest,
@@ -288,7 +288,7 @@ def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, **only_here)
     except Exception as error:  # the library validates by exceptions of many kinds
-        raise ModelLoadError(f"{folder / 'config.json'} cannot be used ({_first_line(error)}): correct it") from error
+        raise ModelLoadError(f"{folder / 'config.json'} cannot be used ({first_line(error)}): correct it") from error
     if task == "score" and config.num_labels != 1:
         raise ModelLoadError(
             f"config.json: the classifier has {config.num_labels} labels, expected 1: a cross-encoder scores a pair of "
@@ -312,7 +312,7 @@ def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
     except SafetensorError as error:
         raise ModelLoadError(f"{folder} holds an unreadable safetensors file ({error}): fetch it again") from error
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"{folder} cannot be loaded ({_first_line(error)}): fetch it again") from error
+        raise ModelLoadError(f"{folder} cannot be loaded ({first_line(error)}): fetch it again") from error
     _check_weights(folder, model, info)
     if task == "embed" and hasattr(model, "pooler"):
         model.pooler = None  # its output is not read
@@ -361,7 +361,7 @@ def _warm_up(model: EncoderModel, length: int, batch_tokens: int, device: torch.
         raise
     except Exception as error:  # transformers does not check a config.json as a whole
         raise ModelLoadError(
-            f"config.json: the model cannot compute a step ({_first_line(error)}): correct it, or choose another model"
+            f"config.json: the model cannot compute a step ({first_line(error)}): correct it, or choose another model"
         ) from error
     if not torch.isfinite(vectors).all():
         raise ModelLoadError(
@@ -375,8 +375,3 @@ def _recover(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from llmservice_server.engine.config import Pooling
 from llmservice_server.types.checkpoint_config import read_json_object
-from llmservice_server.types.errors import ModelLoadError
+from llmservice_server.types.errors import ModelLoadError, first_line
 
 _MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 """Of sentence-transformers; others change the vectors."""
@@ -168,9 +168,9 @@ def _dense(folder: Path, size: int) -> tuple[torch.nn.Linear, torch.nn.Module]:
         layer = torch.nn.Linear(size, len(tensors["weight"]), "bias" in tensors)
         layer.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
-        lines = str(error).strip().splitlines()
-        problem = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise ModelLoadError(f"{weights} is no dense layer for {size} numbers ({problem}): fetch it again") from error
+        raise ModelLoadError(
+            f"{weights} is no dense layer for {size} numbers ({first_line(error)}): fetch it again"
+        ) from error
     return layer.requires_grad_(requires_grad=False), _ACTIVATIONS[name]
 
 

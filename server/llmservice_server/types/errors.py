@@ -37,5 +37,10 @@ def request_failure(error: Exception) -> str:
     return failure_sentence(error)
 
 
+def first_line(error: Exception) -> str:
+    """The error's class and the first line of its message: what follows is often a trace of a compiler or a driver."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")
+
+
 def failure_sentence(error: Exception) -> str:
     return f"the engine failed to compute this request ({type(error).__name__}): see the server's log"

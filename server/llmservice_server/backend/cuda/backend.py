@@ -28,7 +28,7 @@ from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 from llmservice_server.backend.torch.sampler import Invert, TopKTopP, invert, top_k_top_p
-from llmservice_server.types.errors import ConfigError
+from llmservice_server.types.errors import ConfigError, first_line
 from llmservice_server.types.messages import Fallback
 
 _LOG = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ def _why_wrong(product: CudaQuantizedLinear, linear: QuantizedLinear) -> str | N
             expected = reference(hidden).float()
             error = float((product(hidden).float() - expected).norm() / expected.norm())
         except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
-            return f"{type(raised).__name__}: {raised}".splitlines()[0]
+            return first_line(raised)
         if not error <= 2 * BOUNDS[linear.dtype]:
             return f"its result is off by {error:.2g}"
     return None
@@ -200,7 +200,7 @@ def _why_experts_are_wrong(product: CudaExperts, experts: Experts, model: Model)
         expected = Experts(gate_up, down, experts.activation)(hidden, chosen, weights, model.ops).float()
         error = float((product(hidden, chosen, weights, model.ops).float() - expected).norm() / expected.norm())
     except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
-        return f"{type(raised).__name__}: {raised}".splitlines()[0]
+        return first_line(raised)
     return None if error <= 2 * BOUNDS[model.dtype] else f"its result is off by {error:.2g}"
 
 
@@ -209,7 +209,7 @@ def why_unusable(mask: TopKTopP, pick: Invert, vocab_size: int, device: torch.de
     try:
         return None if agree(mask, pick, vocab_size, device) else "their results differ from torch's"
     except Exception as error:  # of a compiler, a driver or a GPU: torch is used
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line(error)
 
 
 def agree(mask: TopKTopP, pick: Invert, vocab_size: int, device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from llmservice_server.backend.cuda.mixed_graphs import MIXED_SIZES, MixedGraphs
 from llmservice_server.backend.grouped import GroupedAttention
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.memory import cuda_free_bytes
+from llmservice_server.types.errors import first_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class StepGraphs:
             with adapters.trial():
                 problem = self.why_wrong(len(self._attention.caches[0]), sizes[-1], adapters)
         except RuntimeError as error:  # as in `capture_graphs`
-            problem = str(error).splitlines()[0]
+            problem = first_line(error)
         if problem is None:
             _LOG.info("captured CUDA graphs of 1 to %d decodes with adapters", sizes[-1])
         else:
@@ -297,7 +298,7 @@ def capture_graphs(model: Model, attention: GraphAttention, max_num_seqs: int, m
         graphs = StepGraphs(model, attention, decodes, capture, mixed)
         problem = graphs.why_wrong(len(attention.caches[0]), max_num_seqs)
     except RuntimeError as error:  # torch's type for CUDA's errors; out of memory is one of them
-        return str(error).splitlines()[0]
+        return first_line(error)
     if problem is not None:
         return problem
     others = "" if mixed is None else f", and of up to {MIXED_SIZES[-1]} tokens"

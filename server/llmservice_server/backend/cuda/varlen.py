@@ -30,6 +30,7 @@ from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
 from llmservice_server.backend.step_input import Int32Array, StepInput, firsts_of, positions_of
 from llmservice_server.backend.transfer import tables_to_device
+from llmservice_server.types.errors import first_line
 
 _DTYPES = (torch.bfloat16, torch.float16)
 OURS, TORCH_VARLEN = "triton", "varlen_attn"
@@ -216,7 +217,7 @@ def _timed(candidate: Candidate) -> tuple[str | None, float]:
         problem = candidate.why_unusable()
         return problem, candidate.seconds() if problem is None else 0.0
     except Exception as error:  # of a compiler, a driver or a GPU: another candidate is used
-        return f"{type(error).__name__}: {error}".splitlines()[0], 0.0
+        return first_line(error), 0.0
 
 
 def choose_chunk_attention(
