@@ -147,7 +147,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _client_disconnect(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # the client disconnected while it sent its body
+    return Response(status_code=499)  # nginx's status for it; only the access log shows it
 
 
 def _unexpected(_: Request, error: Exception) -> Response:

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Mutabl
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from llmservice_server.engine.request import LANES
 from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
 from llmservice_server.http.prompts import bad_token_ids
@@ -29,10 +31,6 @@ TIMEOUT_HEADER = "x-llmservice-timeout"
 QUEUE_TIMEOUT_HEADER = "x-llmservice-queue-timeout"
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-
-class ClientGoneError(Exception):
-    """The client has disconnected."""
 
 
 class DeadlinePassedError(Exception):
@@ -163,7 +161,7 @@ async def generate(
     """Send the requests to the engine; yields what each step brings, possibly nothing, until all answers have ended.
 
     A caller that leaves early (`aclosing`) aborts them. `log` receives the figures of the access log at the end. Raises
-    ApiError, where the queue is full before anything is sent, and ClientGoneError.
+    ApiError, where the queue is full before anything is sent, and ClientDisconnect.
     """
     requests = processor.requests
     request_ids = [request.request_id for request in requests]
@@ -215,12 +213,16 @@ def _process(state: ServerState, processor: OutputProcessor, outputs: Sequence[O
     return pieces
 
 
-async def _watch(receive: Receive, stream: OutputStream) -> None:
-    """Ends the stream when the client disconnects: after the body, its next message can only be that."""
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client disconnects: after the body, its next message can only be that."""
     with contextlib.suppress(OSError):
         while (await receive())["type"] != "http.disconnect":
             pass
-    stream.fail(ClientGoneError())
+
+
+async def _watch(receive: Receive, stream: OutputStream) -> None:
+    await disconnected(receive)
+    stream.fail(ClientDisconnect())
 
 
 def _log_fields(processor: OutputProcessor) -> dict[str, Any]:

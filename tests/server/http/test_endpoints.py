@@ -339,6 +339,21 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_body_harms_nobody(server: A
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "a"})[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", SLOW), ("/v1/embeddings", {"model": "tiny", "input": ["a"] * 2048})],
+)
+def test_a_client_that_hangs_up_while_it_waits_has_the_status_499(server: Any, path: str, body: dict[str, Any]) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    content, name = json.dumps(body).encode(), f"hangs-up-{path[4:]}"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + content)
+    line = server.wait_for(lambda: next((line for line in server.log if line.get("request_id") == name), None))
+    assert line["status"] == 499
+    server.wait_until_idle()
+
+
 def test_the_access_log_has_the_figures_and_never_the_words(server: Any, client: openai.OpenAI) -> None:
     secret = "a secret that nobody may read"
     answer = client.completions.create(

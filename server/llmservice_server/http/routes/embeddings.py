@@ -6,16 +6,16 @@ import asyncio
 import base64
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect
 
 from llmservice_server.http.authentication import client_name
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
-from llmservice_server.http.generation import Receive
+from llmservice_server.http.generation import disconnected
 from llmservice_server.http.prompts import token_ids, truncated
 from llmservice_server.http.protocol.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
@@ -23,16 +23,15 @@ from llmservice_server.http.state import ServerState, Serving, ServingDep, State
 from llmservice_server.http.tracing import describe
 from llmservice_server.ipc.client import EngineDeadError
 from llmservice_server.text.tokenizer import Tokenizer
-from llmservice_server.types.messages import Embedded, Ready
-
-CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
+from llmservice_server.types.messages import Ready, Task
 
 
 class EmbeddingRoute(BodyRoute):
     many_texts = True
+    task: ClassVar[Task] = "embed"
 
     def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
-        state.require_task(serving, "embed")
+        state.require_task(serving, self.task)
         state.require_embedding_room(1, client_name(request))
 
 
@@ -51,17 +50,12 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, 
     inputs = await run(num_body_bytes(request), _inputs, body, ready, tokenizer)
     describe(request.scope, body)
     _check(body, inputs, ready, tokenizer)
-    state.require_embedding_room(len(inputs), client_name(request))
-    answer = await embed(state, inputs, request)
-    if answer is None:
-        return Response(status_code=CLIENT_GONE)
-    num_tokens = sum(map(len, inputs))
-    state.metrics.observe_embedding(len(inputs), num_tokens, time.monotonic() - request.scope["arrival_s"])
-    request.scope["access_log"] |= {"inputs": len(inputs), "prompt_tokens": num_tokens}
+    vectors = await embed(state, inputs, request)
     data = [  # without validating every number
         Embedding.model_construct(index=index, embedding=_encode(vector, body.dimensions, body.encoding_format))
-        for index, vector in enumerate(answer.vectors)
+        for index, vector in enumerate(vectors)
     ]
+    num_tokens = sum(map(len, inputs))
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
     return EmbeddingList.model_construct(model=state.config.served_model_names[0], data=data, usage=usage)
 
@@ -114,19 +108,18 @@ def _bound(ready: Ready) -> str:
 
 async def embed(
     state: ServerState, inputs: list[list[int]], request: Request, type_ids: Sequence[list[int]] = ()
-) -> Embedded | None:
-    """The engine's answer; `type_ids` are those of pairs. None where the client has left. Raises ApiError."""
-    try:
-        answer = state.engine.embed(inputs, type_ids, client_name(request))
-    except EngineDeadError as error:
-        raise ApiError(503, str(error), code=ENGINE_DEAD) from error
-    gone = asyncio.create_task(_disconnect(request.receive))
+) -> list[bytes]:
+    """The vector of each input, or of each pair with its `type_ids`. Raises ApiError and ClientDisconnect."""
+    client = client_name(request)
+    state.require_embedding_room(len(inputs), client)
+    answer = state.engine.embed(inputs, type_ids, client)
+    gone = asyncio.create_task(disconnected(request.receive))
     try:
         either: list[asyncio.Future[Any]] = [answer, gone]
         await asyncio.wait(either, timeout=state.config.request_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             if gone.done():
-                return None
+                raise ClientDisconnect
             raise ApiError(504, "the request's deadline passed while it waited", code=ENGINE_ERROR)
         embedded = answer.result()
     except EngineDeadError as error:
@@ -136,13 +129,10 @@ async def embed(
         gone.cancel()
     if embedded.error is not None:
         raise ApiError(embedded.error_status, embedded.error, code=ENGINE_ERROR)
-    return embedded
-
-
-async def _disconnect(receive: Receive) -> None:
-    """Returns when the client hangs up: after the body, its next message can only say that."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    num_tokens = sum(map(len, inputs))
+    state.metrics.observe_embedding(len(inputs), num_tokens, time.monotonic() - request.scope["arrival_s"])
+    request.scope["access_log"] |= {"inputs": len(inputs), "prompt_tokens": num_tokens}
+    return embedded.vectors
 
 
 def _encode(vector: bytes, dimensions: int | None, encoding: str) -> list[float] | str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,13 +21,7 @@ from llmservice_server.http.body import SLOTS_HEADER, BodyRoute, num_body_bytes,
 from llmservice_server.http.chat_format import ChatFormat
 from llmservice_server.http.completion_format import CompletionFormat
 from llmservice_server.http.error import ApiError
-from llmservice_server.http.generation import (
-    ClientGoneError,
-    apply_defaults,
-    generate,
-    output_processor,
-    request_options,
-)
+from llmservice_server.http.generation import apply_defaults, generate, output_processor, request_options
 from llmservice_server.http.prompts import answer_grammar, chat_token_ids, prompt_hashes, token_ids, truncated
 from llmservice_server.http.protocol.chat import ChatCompletion, ChatRequest
 from llmservice_server.http.protocol.completions import Completion, CompletionRequest
@@ -41,7 +36,6 @@ from llmservice_server.text.tokenizer import Tokenizer
 _Body = TypeVar("_Body", bound=GenerationRequest)
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-_CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
 _EVENT = {
     "type": "object",
     "properties": {"data": {"type": "string", "description": "a part of the answer as JSON, or [DONE]"}},
@@ -155,11 +149,8 @@ async def _respond(
         chunk = Chunk(identity, layout.chunk, created, model)
         return EventStream(state, serving, processor, chunk, layout, body.stream_options or StreamOptions())
     steps = generate(state, serving, processor, request.receive, request.scope["access_log"])
-    try:
-        async with aclosing(steps):
-            outputs = [output async for step in steps for output in step]
-    except ClientGoneError:
-        return Response(status_code=_CLIENT_GONE)
+    async with aclosing(steps):
+        outputs = [output async for step in steps for output in step]
     return layout.answer(identity, created, model, _chosen(outputs, body))
 
 
@@ -221,7 +212,7 @@ class EventStream(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         await self._write(send, self._opening())
                     await self._write(send, self._events(outputs))
-        except ClientGoneError:
+        except ClientDisconnect:
             return
         except ApiError as error:
             if not started:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
-from llmservice_server.http.authentication import client_name
-from llmservice_server.http.body import BodyRoute, num_body_bytes, run
+from llmservice_server.http.body import num_body_bytes, run
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
 from llmservice_server.http.protocol.rerank import (
@@ -25,7 +22,7 @@ from llmservice_server.http.protocol.rerank import (
     ScoreList,
     ScoreRequest,
 )
-from llmservice_server.http.routes.embeddings import CLIENT_GONE, embed
+from llmservice_server.http.routes.embeddings import EmbeddingRoute, embed
 from llmservice_server.http.state import ServerState, Serving, ServingDep, StateDep
 from llmservice_server.http.tracing import describe
 from llmservice_server.text.tokenizer import EncodedPair
@@ -33,12 +30,8 @@ from llmservice_server.text.tokenizer import EncodedPair
 _RESPONSES = error_responses(*REFUSALS, 500, 504)
 
 
-class PairsRoute(BodyRoute):
-    many_texts = True
-
-    def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
-        state.require_task(serving, "score")
-        state.require_embedding_room(1, client_name(request))
+class PairsRoute(EmbeddingRoute):
+    task = "score"
 
 
 router = APIRouter(route_class=PairsRoute)
@@ -51,10 +44,7 @@ async def rerank(body: RerankRequest, request: Request, state: StateDep, serving
     """With `documents` in Jina's format, with `texts` in TEI's."""
     if body.model is not None:
         state.require_base_model(body.model)
-    scored = await _scores(body, request, state, serving)
-    if scored is None:
-        return Response(status_code=CLIENT_GONE)
-    scores, usage = scored
+    scores, usage = await _scores(body, request, state, serving)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     contents = body.contents
     if body.texts is not None:
@@ -76,33 +66,25 @@ async def rerank(body: RerankRequest, request: Request, state: StateDep, serving
 @router.post("/v1/score", response_model=ScoreList, responses=_RESPONSES, summary="Score pairs of texts")
 async def score(body: ScoreRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
     state.require_base_model(body.model)
-    scored = await _scores(body, request, state, serving)
-    if scored is None:
-        return Response(status_code=CLIENT_GONE)
-    scores, usage = scored
+    scores, usage = await _scores(body, request, state, serving)
     data = [Score(index=index, score=each) for index, each in enumerate(scores)]
     return ScoreList(model=state.config.served_model_names[0], data=data, usage=usage)
 
 
 async def _scores(
     body: RerankRequest | ScoreRequest, request: Request, state: ServerState, serving: Serving
-) -> tuple[list[float], PairsUsage] | None:
-    """Of each pair, and the tokens of all; None where the client has left. Raises ApiError."""
+) -> tuple[list[float], PairsUsage]:
+    """Of each pair, and the tokens of all. Raises ApiError and ClientDisconnect."""
     ready, tokenizer = serving
     pairs, longest = body.pairs, ready.max_embedding_tokens
     num_tokens = longest if body.truncate else None
     encoded = await run(num_body_bytes(request), tokenizer.encode_pairs, pairs, num_tokens=num_tokens)
     describe(request.scope, body)
     _check_lengths(encoded, longest)
-    state.require_embedding_room(len(pairs), client_name(request))
     inputs = [each.token_ids for each in encoded]
-    answer = await embed(state, inputs, request, [each.type_ids for each in encoded])
-    if answer is None:
-        return None
+    vectors = await embed(state, inputs, request, [each.type_ids for each in encoded])
     usage = PairsUsage(prompt_tokens=sum(map(len, inputs)), total_tokens=sum(map(len, inputs)))
-    state.metrics.observe_embedding(len(inputs), usage.total_tokens, time.monotonic() - request.scope["arrival_s"])
-    request.scope["access_log"] |= {"inputs": len(inputs), "prompt_tokens": usage.total_tokens}
-    logits = np.frombuffer(b"".join(answer.vectors), "<f4").astype(np.float64)
+    logits = np.frombuffer(b"".join(vectors), "<f4").astype(np.float64)
     scores = logits if body.raw_scores else 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid, which never overflows so
     return scores.tolist(), usage
 
