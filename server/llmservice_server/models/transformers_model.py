@@ -151,9 +151,9 @@ class TransformersModel:
         config: TransformersConfig,
         dtype: torch.dtype,
         device: torch.device,
-        quantized_of: LinearOf = lambda *_: None,
-        tensors: dict[str, torch.Tensor] | None = None,
-        max_model_len: int | None = None,
+        quantized_of: LinearOf,
+        tensors: dict[str, torch.Tensor] | None,
+        max_model_len: int | None,
     ) -> TransformersModel:
         """`tensors`: the checkpoint's, under its names or the model's; None: they are read from its files.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,14 +42,14 @@ from llmservice_planner.quantization import (
 )
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.base import Linear, Model
-from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight, fuse
-from llmservice_server.backend.torch.layer_ops import TorchLinear
+from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.engine.config import Implementation
 from llmservice_server.models.architectures import build
 from llmservice_server.models.config import ModelConfig, is_own
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.quantization import read, shape_of
 from llmservice_server.models.weights import SUPERFLUOUS, ComputedPlace, QuantizedPlace, StackedPlace, Weights
+from llmservice_server.runtime.matrix_form import MatrixForm
 from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object, read_model_config
 from llmservice_server.types.errors import ModelLoadError
@@ -77,6 +77,11 @@ class _Stored(NamedTuple):
     shard: Path
     name: str
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shard: Path, tensors: Any, name: str) -> _Stored:
+        """`tensors`: the file, open."""
+        return cls(shard, name, tuple(tensors.get_slice(name).get_shape()))
 
 
 class _Files:
@@ -142,7 +147,7 @@ class Checkpoint:
             with _opened(shard) as tensors:
                 for stored, name in self._names(tensors):
                     if name in _HEAD_AND_EMBEDDING:
-                        found[name] = _Stored(shard, stored, tuple(tensors.get_slice(stored).get_shape()))
+                        found[name] = _Stored.of(shard, tensors, stored)
         if len(found) < len(_HEAD_AND_EMBEDDING):
             return False
         head, embedding = (_Files().tensor(found[name]) for name in _HEAD_AND_EMBEDDING)
@@ -199,23 +204,16 @@ class Checkpoint:
         *,
         max_model_len: int | None = None,
     ) -> Model:
-        """A model with weights as `quantized_linear` makes them, for requests of up to `max_model_len` tokens.
+        """A model with matrices of this `MatrixForm`, for requests of up to `max_model_len` tokens.
 
         Raises `ModelLoadError` for a tensor that is missing, unknown, of the wrong shape or format, or unreadable.
         """
+        form = MatrixForm(dtype, device, quantization, keeps)
         if isinstance(self.config, ModelConfig):
-            return self._load_own(self.config, dtype, device, quantization, keeps)
-        return self._load_by_transformers(self.config, dtype, device, quantization, keeps, max_model_len)
+            return self._load_own(self.config, form)
+        return self._load_by_transformers(self.config, form, max_model_len)
 
-    def _load_by_transformers(
-        self,
-        config: TransformersConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantization: Quantization,
-        keeps: Callable[[QuantizedWeight], bool],
-        max_model_len: int | None,
-    ) -> Model:
+    def _load_by_transformers(self, config: TransformersConfig, form: MatrixForm, max_model_len: int | None) -> Model:
         """transformers loads what is dense, and gets tensors without memory in the place of quantised matrices.
 
         Each of these is read when it is put in its place.
@@ -232,26 +230,25 @@ class Checkpoint:
         def weight_at(place: str) -> QuantizedWeight:
             name = names[place]
             tensors = files.module(stored[name])
-            form = self._format(config.quantization, name, tensors)
-            return read(form, name, tensors, shape_of(form, name, tensors))
+            stored_form = self._format(config.quantization, name, tensors)
+            return read(stored_form, name, tensors, shape_of(stored_form, name, tensors))
 
         def quantized_of(modules: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
             parts = [weight_at(place_of(module)) for module in modules] if is_stored(modules) else []
-            if not parts and (quantization != "int8" or not is_linear(modules[0], len(weight))):
+            if not parts and (form.quantization != "int8" or not is_linear(modules[0], len(weight))):
                 return None  # it stays as it is
             expected = len(weight) // len(modules), weight.shape[1]
             for module, part in zip(modules, parts, strict=False):
                 if part.shape != expected:
                     raise ModelLoadError(f"{module} has the shape {[*part.shape]}, config.json makes it {[*expected]}")
-            bias = None if bias is None else bias.to(device)
-            return quantized_linear(parts or [weight], bias, dtype, device, quantization, keeps)
+            return form.linear(parts or [weight], None if bias is None else bias.to(form.device))
 
         found: dict[str, torch.Tensor] | None = None
         if stored:
             found, taken = {}, set[str]()
             for tensor, shape, matrices in replaced_weights(self.folder):
                 if all(map(is_stored, matrices)):
-                    found[tensor] = torch.empty((), dtype=dtype).expand(shape)
+                    found[tensor] = torch.empty((), dtype=form.dtype).expand(shape)
                     taken.update(place_of(module) for modules in matrices for module in modules)
             whole = {_NUMBER_OF_EXPERT.sub("", place) for place in taken}
             for place in names.keys() - taken:
@@ -259,9 +256,9 @@ class Checkpoint:
                     raise ModelLoadError(
                         f"{self.folder} holds {names[place]}, for which config.json has too few experts"
                     )
-                found[f"{names[place]}.weight"] = weight_at(place).dequantize(dtype)
+                found[f"{names[place]}.weight"] = weight_at(place).dequantize(form.dtype)
             found |= self._besides(stored.keys())
-        return TransformersModel.load(self.folder, config, dtype, device, quantized_of, found, max_model_len)
+        return TransformersModel.load(self.folder, config, form.dtype, form.device, quantized_of, found, max_model_len)
 
     def _besides(self, quantized: Collection[str]) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors but the matrices of modules that are `quantized`, whose biases are among them."""
@@ -280,24 +277,17 @@ class Checkpoint:
                     found[name] = tensor
         return found
 
-    def _load_own(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantization: Quantization,
-        keeps: Callable[[QuantizedWeight], bool],
-    ) -> DecoderModel:
-        found, modules = self._tensors(every=quantization == "int8")
+    def _load_own(self, config: ModelConfig, form: MatrixForm) -> DecoderModel:
+        found, modules = self._tensors(every=form.quantization == "int8")
         files = _Files()
-        weights = Weights(dtype, device, modules.keys(), {name: each.shape for name, each in found.items()})
+        weights = Weights(form.dtype, form.device, modules.keys(), {name: each.shape for name, each in found.items()})
         model, wanted = build(config, weights), weights.tensors
         for part in (name for place in weights.places for name in place.parts):
             if part not in modules and (dense := found.get(f"{part}.weight")) is not None:
                 modules[part] = {"weight": dense}  # of a fused matrix whose other parts are quantised
         special: list[ComputedPlace | StackedPlace] = [*weights.computed, *weights.stacked]
         computed = {name for place in special for name in place.shapes}
-        if computed and quantization == "int8":
+        if computed and form.quantization == "int8":
             raise ModelLoadError(
                 f"quantization is int8, which is not for {config.architecture}, whose experts are in one tensor: use "
                 "--quantization auto"
@@ -320,20 +310,18 @@ class Checkpoint:
             computed_place.fill(*tensors_of(computed_place))
         of_stacks: dict[int, Linear] = {}
         for stacked in weights.stacked:
-            read = stacked.read(*tensors_of(stacked))
-            linears = _stack(stacked.linears, read, dtype, device, lambda each: _is_kept(each, quantization, keeps))
+            linears = form.stack(stacked.linears, stacked.read(*tensors_of(stacked)))
             of_stacks.update(zip(map(id, stacked.linears), linears, strict=True))
         places = {id(place.linear): place for place in weights.places}
 
         def replaced(linear: Linear) -> Linear:
             if (place := places.get(id(linear))) is None:
                 return of_stacks.get(id(linear), linear)
-            parts = self._parts(config, place, modules, files)
-            return quantized_linear(parts, linear.bias, dtype, device, quantization, keeps)
+            return form.linear(self._parts(config, place, modules, files), linear.bias)
 
         model.map_linears(replaced)
-        if quantization == "int8" and config.tied_embeddings:
-            model.lm_head = quantized_linear([model.embed_tokens], None, dtype, device, quantization, keeps)
+        if form.quantization == "int8" and config.tied_embeddings:
+            model.lm_head = form.linear([model.embed_tokens], None)
         weights.finish()
         return model
 
@@ -345,7 +333,7 @@ class Checkpoint:
         for shard in self.shards:
             with _opened(shard) as tensors:
                 for stored, name in self._names(tensors):
-                    found[name] = _Stored(shard, stored, tuple(tensors.get_slice(stored).get_shape()))
+                    found[name] = _Stored.of(shard, tensors, stored)
                     module, suffix = module_and_suffix(name)
                     if suffix in SUFFIXES:
                         modules[module][suffix] = found[name]
@@ -413,7 +401,7 @@ class Checkpoint:
                     if module not in besides or not (suffix in SUFFIXES or is_zero):
                         self._refuse_unknown(name, shard)
                     continue
-                _check_shape(_Stored(shard, stored, tuple(tensors.get_slice(stored).get_shape())), target.shape)
+                _check_shape(_Stored.of(shard, tensors, stored), target.shape)
                 if is_direct(target, tensors.get_slice(stored).get_dtype()):
                     direct[stored] = target
                 else:
@@ -444,70 +432,6 @@ class Checkpoint:
                 f"{shard.name} holds {name}, which {self.config.architecture} with this config.json has no place for "
                 "(or which two files hold)"
             )
-
-
-def quantized_linear(
-    parts: Sequence[QuantizedWeight | torch.Tensor],
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Quantization,
-    keeps: Callable[[QuantizedWeight], bool],
-) -> Linear:
-    """A matrix of several parts, dense or quantised, in the form that is asked for.
-
-    `keeps`: whether the backend multiplies such a weight as fast as a dense one.
-    """
-    weight = _fused(parts)
-    if quantization == "int8" and not (weight is not None and weight.is_int8_per_output):
-        weight = QuantizedWeight.int8(_dense(parts, torch.float32))
-    elif quantization == "int8" and weight is not None:
-        weight = replace(weight, activations="int8")
-    if weight is None or not _is_kept(weight, quantization, keeps):
-        return TorchLinear(_dense(parts, dtype).to(device), bias)
-    return QuantizedLinear(weight.to(device), dtype, bias)
-
-
-def _is_kept(weight: QuantizedWeight, quantization: Quantization, keeps: Callable[[QuantizedWeight], bool]) -> bool:
-    """Whether a weight stays quantised in memory."""
-    return quantization == "stored" or (quantization != "dense" and keeps(weight))
-
-
-def _stack(
-    places: Sequence[TorchLinear],
-    weights: Iterable[QuantizedWeight],
-    dtype: torch.dtype,
-    device: torch.device,
-    is_kept: Callable[[QuantizedWeight], bool],
-) -> list[Linear]:
-    """Matrices of one size for these places; dense ones are parts of one tensor."""
-    dense: list[torch.Tensor] = []
-    linears: list[Linear] = []
-    for number, (place, stored) in enumerate(zip(places, weights, strict=True)):
-        weight = stored.to(device)
-        if is_kept(weight):
-            linears.append(QuantizedLinear(weight, dtype, place.bias))
-            continue
-        if not dense:
-            dense = list(torch.empty(len(places), *weight.shape, dtype=dtype, device=device))
-        linears.append(TorchLinear(dense[number].copy_(weight.dequantize(dtype)), place.bias))
-    return linears
-
-
-def _fused(parts: Sequence[QuantizedWeight | torch.Tensor]) -> QuantizedWeight | None:
-    """None if some are dense, or of another format: the matrix cannot be held as they are stored."""
-    weights = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(weights) < len(parts):
-        return None
-    try:
-        return fuse(weights)
-    except ValueError:
-        return None
-
-
-def _dense(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    dense = [part.dequantize(dtype) if isinstance(part, QuantizedWeight) else part.to(dtype) for part in parts]
-    return torch.cat(dense) if len(dense) > 1 else dense[0]
 
 
 def _check_shape(stored: _Stored, expected: Sequence[int]) -> None:
