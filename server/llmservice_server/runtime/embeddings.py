@@ -45,24 +45,19 @@ class PaddedAttention:
     ) -> None:
         self._rows = (num_sequences, length)
         self._softcap = softcap
-        masks = {window: _mask(length, window, device) for window in {*windows} if window is not None}
-        self._masks = [None if window is None else masks[window] for window in windows]
-        self._causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        self._masks: dict[int | None, torch.Tensor] = {
+            window: _mask(length, length, window, device)
+            for window in {*windows}
+            if window is not None and window < length
+        }
+        self._windows = windows
 
     def __call__(
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        queries = query.view(*self._rows, *query.shape[1:]).transpose(1, 2)
-        keys, values = key_value.view(*self._rows, *key_value.shape[1:]).transpose(1, 2).chunk(2, dim=1)
-        mask = self._masks[layer]
-        if self._softcap is not None or sinks is not None:
-            mask = self._causal if mask is None else mask
-            answer = attend_otherwise(queries, keys, values, mask, softcap=self._softcap, sinks=sinks)
-            return answer.transpose(1, 2).flatten(2).flatten(0, 1)
-        answer = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        return answer.transpose(1, 2).flatten(2).flatten(0, 1)
+        queries, key_values = (each.view(*self._rows, *each.shape[1:]) for each in (query, key_value))
+        mask = self._masks.get(self._windows[layer])
+        return _attended(queries, key_values, mask, self._softcap, sinks)
 
 
 class PiecewiseAttention:
@@ -81,28 +76,38 @@ class PiecewiseAttention:
             self._layer, self._stored = layer, []
         self._stored.append(key_value)
         seen = torch.cat(self._stored)
-        keys, values = seen.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
-        places = torch.arange(len(seen), device=seen.device)
-        distance = places[len(seen) - len(query) :, None] - places
-        window = self._windows[layer]
-        mask = (distance >= 0) & (distance < (len(seen) if window is None else window))
-        if self._softcap is not None or sinks is not None:
-            queries = query.transpose(0, 1).unsqueeze(0)
-            answer = attend_otherwise(queries, keys, values, mask, softcap=self._softcap, sinks=sinks)
-            return answer.squeeze(0).transpose(0, 1).flatten(1)
+        mask = _mask(len(query), len(seen), self._windows[layer], seen.device)
+        return _attended(query[None], seen[None], mask, self._softcap, sinks)
+
+
+def _attended(
+    queries: torch.Tensor,
+    key_values: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`[all queries, num_heads * head_dim]`. mask: `[num_queries, num_keys]`; None: each query sees those before it.
+
+    queries: `[num_sequences, num_queries, num_heads, head_dim]`. key_values: `[num_sequences, num_keys, 2 *
+    num_kv_heads, head_dim]`.
+    """
+    by_head, (keys, values) = queries.transpose(1, 2), key_values.transpose(1, 2).chunk(2, dim=1)
+    if softcap is None and sinks is None:
         answer = F.scaled_dot_product_attention(
-            query.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, enable_gqa=True
+            by_head, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
-        return answer.squeeze(0).transpose(0, 1).flatten(1)
+    else:
+        mask = _mask(queries.shape[1], keys.shape[2], None, queries.device) if mask is None else mask
+        answer = attend_otherwise(by_head, keys, values, mask, softcap=softcap, sinks=sinks)
+    return answer.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _mask(length: int, window: int, device: torch.device) -> torch.Tensor | None:
-    """True where a query may see a key, `[length, length]`; None where the window holds all of them."""
-    if length <= window:
-        return None
-    tokens = torch.arange(length, device=device)
-    distance = tokens[:, None] - tokens
-    return (distance >= 0) & (distance < window)
+def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where a query may see a key, `[num_queries, num_keys]`; the queries are those of the last keys."""
+    places = torch.arange(num_keys, device=device)
+    distance = places[num_keys - num_queries :, None] - places
+    return (distance >= 0) & (distance < (num_keys if window is None else window))
 
 
 class VectorModel(Protocol):
@@ -152,14 +157,10 @@ class EmbeddingModel:
         """Yields None after each layer, or of a single input after `rows` tokens of one; then what `embed` returns."""
         model, longest = self._model, max(map(len, inputs))
         padded = [[*ids, *([0] * (longest - len(ids)))] for ids in inputs]
-        attend: Attend
+        windows, softcap = model.config.windows, model.config.softcap
+        attend: Attend = PiecewiseAttention(windows, softcap)
         if rows is None or len(inputs) > 1:
-            rows, attend = (
-                None,
-                PaddedAttention(len(inputs), longest, model.config.windows, model.device, model.config.softcap),
-            )
-        else:
-            attend = PiecewiseAttention(model.config.windows, model.config.softcap)
+            rows, attend = None, PaddedAttention(len(inputs), longest, windows, model.device, softcap)
         token_ids = torch.tensor(padded, device=model.device).flatten()
         positions = torch.arange(longest, device=model.device).repeat(len(inputs))
         for states in model.forward_by_piece(token_ids, positions, attend, rows):
