@@ -15,14 +15,14 @@ from safetensors import SafetensorError
 from llmservice_planner import encoders
 from llmservice_planner.encoders import CLASSIFIER, ENCODER_BATCH
 from llmservice_planner.explanation import format_bytes
-from llmservice_planner.overhead import PROCESS_BYTES, activation_bytes
+from llmservice_planner.overhead import activation_bytes
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.interfaces import Embedder
 from llmservice_server.runtime.embeddings import BatchEmbedder
 from llmservice_server.runtime.loader import weight_files
-from llmservice_server.runtime.startup import choose_device
+from llmservice_server.runtime.memory import usable_bytes
+from llmservice_server.runtime.startup import choose_device, with_step_tokens
 from llmservice_server.runtime.vector_format import VectorFormat, pool
 from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError, first_line
@@ -112,13 +112,9 @@ class EncoderEngine:
     """What the engine process drives for a model that generates nothing: embeddings only."""
 
     def __init__(self, embedder: BatchEmbedder, ready: Ready) -> None:
-        self._embedder = embedder
+        self.embedder = embedder
         self.ready = ready
         self._refused: list[Output] = []
-
-    @property
-    def embedder(self) -> Embedder:
-        return self._embedder
 
     def wait_s(self) -> float:
         """Seconds until `step` has something to do, unless a message arrives."""
@@ -133,7 +129,7 @@ class EncoderEngine:
 
     def embed(self, step_s: float | None) -> list[Embedded]:
         """Compute a batch, which no step of generating requests bounds."""
-        return self._embedder.step(time.monotonic(), None, step_s)
+        return self.embedder.step(time.monotonic(), None, step_s)
 
     def change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
         """Encoders have no adapters, and their servers send none."""
@@ -149,7 +145,7 @@ class EncoderEngine:
         """Inputs that wait count as waiting requests, by which a service is scaled."""
         return Stats(
             num_running={},
-            num_waiting={"interactive": self._embedder.num_waiting},
+            num_waiting={"interactive": self.embedder.num_waiting},
             blocks_free=0,
             blocks_held=0,
             blocks_cached=0,
@@ -173,7 +169,7 @@ def load_encoder(config: EngineConfig) -> EncoderEngine:
     vector_format = VectorFormat.of(folder, config.pooling, shape.hidden_size) if task == "embed" else None
     device = choose_device(config)
     dtype = shape.dtype if config.dtype == "auto" else config.dtype
-    batch_tokens = max(longest, _step_tokens(config, device))
+    batch_tokens = max(longest, with_step_tokens(config, device).step_tokens)
     memory_bytes = _memory_bytes(config, shape, device, dtype, batch_tokens)
     try:
         loaded = _load(folder, task, getattr(torch, dtype)).to(device)
@@ -249,23 +245,13 @@ def _longest(shape: ModelShape, config: EngineConfig) -> int:
     return config.max_model_len or shape.default_model_len or context
 
 
-def _step_tokens(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cuda":
-        config = config.for_gpu(torch.cuda.get_device_properties(device).total_memory)
-    return config.step_tokens
-
-
 def _memory_bytes(
     config: EngineConfig, shape: ModelShape, device: torch.device, dtype: str, batch_tokens: int
 ) -> dict[str, int]:
     """By kind, as `Ready` reports it; the activations are the planner's estimate. Raises `OutOfMemoryError`."""
-    if device.type == "cuda":
-        total, processes = torch.cuda.mem_get_info(device)[0], 0
-    else:
-        total, processes = available_cpu_bytes(), 0
-        if config.memory_limit_bytes is not None:  # of the whole pod; what is available was counted without it
-            processes = PROCESS_BYTES
-            total = min(total + processes, config.memory_limit_bytes)
+    on_gpu = device.type == "cuda"
+    available = torch.cuda.mem_get_info(device)[0] if on_gpu else available_cpu_bytes()
+    total, processes = usable_bytes(config, available, shares_memory=not on_gpu)
     weights = sum(file.stat().st_size for file in weight_files(config.model))
     activations = activation_bytes(shape, 1, dtype, batch_tokens)
     needed = weights + activations + processes

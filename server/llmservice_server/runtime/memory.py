@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS
 from llmservice_server.backend.base import Backend, Model
 from llmservice_server.engine.config import EngineConfig
@@ -34,6 +35,17 @@ class Memory:
     @property
     def besides_kv_cache(self) -> int:
         return self.weights + self.adapters + self.activations + self.graphs + self.processes
+
+
+def usable_bytes(config: EngineConfig, available: int, *, shares_memory: bool) -> tuple[int, int]:
+    """What may be used of `available` bytes, and the part of it that this server's processes take.
+
+    The limit in `config` is of the whole pod, its processes included; what is available was counted without them.
+    """
+    if config.memory_limit_bytes is None:
+        return available, 0
+    processes = PROCESS_BYTES if shares_memory else 0
+    return min(available + processes, config.memory_limit_bytes), processes
 
 
 def measure_activations(model: Model, backend: Backend, config: EngineConfig) -> int:

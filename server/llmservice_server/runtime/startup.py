@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from llmservice_planner.explanation import format_bytes
-from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_planner.sizing_request import CAP_OF_CPU
 from llmservice_server.backend.base import Attention, Backend, Model
 from llmservice_server.backend.cache_shape import KVCacheShape
@@ -27,7 +26,15 @@ from llmservice_server.models.lora import Adaptables, AdapterSlots, can_apply_by
 from llmservice_server.runtime.adapters import SlotStore
 from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.loader import Checkpoint
-from llmservice_server.runtime.memory import GIB, Memory, measure_activations, most_sequences, plan_kv_cache, seconds
+from llmservice_server.runtime.memory import (
+    GIB,
+    Memory,
+    measure_activations,
+    most_sequences,
+    plan_kv_cache,
+    seconds,
+    usable_bytes,
+)
 from llmservice_server.runtime.runner import ModelRunner, SwappedBlocks
 from llmservice_server.runtime.start_record import StartRecord
 from llmservice_server.runtime.vector_format import VectorFormat
@@ -63,12 +70,12 @@ class StartPhases:
 
 def load_engine(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Engine:
     """An engine that is ready to serve. Raises `StartError` with what is wrong, expected and to be done."""
-    config = _with_step_tokens(config)
+    config = with_step_tokens(config, choose_device(config))
     return Engine(config, start(config), clock)
 
 
-def _with_step_tokens(config: EngineConfig) -> EngineConfig:
-    device = choose_device(config)
+def with_step_tokens(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """With the defaults of this device where none are set."""
     if device.type != "cuda":
         return config
     return config.for_gpu(torch.cuda.get_device_properties(device).total_memory)
@@ -193,7 +200,7 @@ def _kv_cache_dtype(checkpoint: Checkpoint, config: EngineConfig) -> torch.dtype
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Raises `ConfigError` where there is no such device."""
+    """The device of the settings, with torch's threads set to theirs. Raises `ConfigError` where there is none such."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device is cuda, but this machine has no usable CUDA device: use --device cpu, or check the driver"
@@ -209,11 +216,7 @@ def _load(
     checkpoint: Checkpoint, config: EngineConfig, backend: Backend, phases: StartPhases
 ) -> tuple[Model, Memory, AdapterSlots | None]:
     """Load the weights, measure what a full step needs beside them, and allocate the slots of adapters."""
-    total, processes = backend.total_bytes(), 0
-    if config.memory_limit_bytes is not None:
-        # The limit is of the whole pod, its processes included; what is available was counted without them.
-        processes = PROCESS_BYTES if backend.shares_memory else 0
-        total = min(total + processes, config.memory_limit_bytes)
+    total, processes = usable_bytes(config, backend.total_bytes(), shares_memory=backend.shares_memory)
     dtype = checkpoint.dtype(config.dtype)
     held = checkpoint.held_bytes(dtype, config.quantization, on_cpu=backend.shares_memory)
     if held > total:

@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import pytest
 
 from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.overhead import PROCESS_BYTES
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import KVCachePlan
-from llmservice_server.runtime.memory import most_sequences, plan_kv_cache
+from llmservice_server.runtime.memory import most_sequences, plan_kv_cache, usable_bytes
 from llmservice_server.types.errors import OutOfMemoryError
 
 GIB = 1 << 30
@@ -62,3 +66,20 @@ def test_without_a_number_of_their_own_as_many_short_sequences_run_as_the_pool_h
     num_blocks: int, max_model_len: int, most: int, sequences: int
 ) -> None:
     assert most_sequences(KVCachePlan(num_blocks, max_model_len, GROUPS), most) == sequences
+
+
+@pytest.mark.parametrize(
+    ("limit", "shares_memory", "expected"),
+    [
+        (None, True, (8 * GIB, 0)),
+        (4 * GIB, True, (4 * GIB, PROCESS_BYTES)),
+        (64 * GIB, True, (8 * GIB + PROCESS_BYTES, PROCESS_BYTES)),
+        (4 * GIB, False, (4 * GIB, 0)),  # a GPU, whose memory holds no processes
+        (64 * GIB, False, (8 * GIB, 0)),
+    ],
+)
+def test_the_limit_of_the_pod_bounds_what_is_available(
+    limit: int | None, shares_memory: bool, expected: tuple[int, int]
+) -> None:
+    config = EngineConfig(model=Path("m"), memory_limit_bytes=limit)
+    assert usable_bytes(config, 8 * GIB, shares_memory=shares_memory) == expected
