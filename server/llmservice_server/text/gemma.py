@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmservice_server.sampling.grammar import LarkRules
-from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema, members_rule, properties
+from llmservice_server.text.tool_calls import (
+    JsonCallParser,
+    ToolCallParser,
+    ToolFormat,
+    ToolSchema,
+    members_rule,
+    properties,
+)
 from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, options_of, string_pattern
 from llmservice_server.types.errors import GrammarError
 
@@ -35,7 +42,7 @@ class GemmaFormat(ToolFormat):
         return f"{rules.literal(f'call:{tool.name}')} {arguments}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
-        return GemmaCallParser(self)
+        return JsonCallParser(self, _HEAD, _Arguments)
 
 
 GEMMA = GemmaFormat(
@@ -121,46 +128,15 @@ class _Values:
         return name
 
 
-class GemmaCallParser(ToolCallParser):
-    """Passes arguments on as they arrive, as JSON."""
-
-    def __init__(self, layout: ToolFormat) -> None:
-        super().__init__(layout)
-        self._arguments: _Arguments | None = None  # the open call's
-
-    @property
-    def in_call(self) -> bool:
-        return self._arguments is not None
-
-    def _step(self, parsed: Parsed) -> bool:
-        if self._arguments is None:
-            head = _HEAD.search(self._pending)
-            if head is None:
-                return False
-            self._begin_call(parsed, head[1], head)
-            self._arguments = _Arguments()
-            return True
-        self._add_arguments(parsed, self._arguments.append(self._pending))
-        self._pending = self._arguments.rest
-        if not self._arguments.complete:
-            return False
-        self._arguments = None
-        return True
-
-    def _flush_arguments(self, rest: str, parsed: Parsed) -> None:
-        assert self._arguments is not None  # noqa: S101  # they are open
-        self._add_arguments(parsed, self._arguments.flush(rest))
-
-
 class _Arguments:
-    """Makes JSON of arguments that arrive in pieces."""
+    """Implements `Arguments`: makes JSON of them."""
 
     def __init__(self) -> None:
         self._open: list[str] = []  # braces and brackets
         self._in_string = False
         self._expects_key = False
         self.complete = False
-        self.rest = ""  # of the last piece: what follows the arguments, or is not certain yet
+        self.rest = ""
 
     def append(self, text: str) -> str:
         written, place = "", 0
@@ -183,9 +159,8 @@ class _Arguments:
         self.rest = text[place:]
         return written
 
-    def flush(self, rest: str) -> str:
-        """What an answer that is cut off has left."""
-        return escaped_json(rest) if self._in_string else ""
+    def flush(self) -> str:
+        return escaped_json(self.rest) if self._in_string else ""
 
     def _take_string(self, text: str) -> tuple[str, int]:
         """JSON of what belongs to the string, its end included, and how much of `text` that is."""

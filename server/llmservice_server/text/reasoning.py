@@ -321,4 +321,4 @@ class HarmonyParser:
             parsed.content += text
         elif text:
             parsed.calls.append(Call(self.num_calls - 1, arguments=text))
-            self._arguments.scan(text)
+            self._arguments.append(text)

@@ -8,7 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from llmservice_server.sampling.grammar import WHITE_SPACE, LarkRules, json_rule
 from llmservice_server.text.detokenizer import StopStrings
@@ -201,7 +201,7 @@ class JsonFormat(ToolFormat):
         return f"{head} {json_arguments(rules, tool)}{tail}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
-        return JsonCallParser(self)
+        return JsonCallParser(self, _HEAD, JsonObject)
 
 
 HERMES = JsonFormat(
@@ -391,20 +391,23 @@ class ToolCallParser(ABC):
         """Parse the last text of an answer that ends within a call's arguments."""
 
 
+_HEAD = re.compile(
+    r"""(?: \{\s* (?:"name" | "tool_call_id"\s*:\s*"\w*"\s*,\s* "tool_name")\s*:\s* "([\w.-]+)"\s*,
+            \s* "(?:arguments|parameters)"\s*:
+        | ([\w.-]+) (?:\[CALL_ID\]\w+)? \[ARGS\]
+        | (?:function<｜tool▁sep｜>)? ([\w.-]+) (?:<｜tool▁sep｜>|\s*```json) ) \s* (?=\{)""",
+    re.VERBOSE,
+)
+
+
 class JsonCallParser(ToolCallParser):
     """Passes arguments on as they arrive."""
 
-    _HEAD = re.compile(
-        r"""(?: \{\s* (?:"name" | "tool_call_id"\s*:\s*"\w*"\s*,\s* "tool_name")\s*:\s* "(?P<quoted>[\w.-]+)"\s*,
-                \s* "(?:arguments|parameters)"\s*:
-            | (?P<bare>[\w.-]+) (?:\[CALL_ID\]\w+)? \[ARGS\]
-            | (?:function<｜tool▁sep｜>)? (?P<deepseek>[\w.-]+) (?:<｜tool▁sep｜>|\s*```json) ) \s* (?=\{)""",
-        re.VERBOSE,
-    )
-
-    def __init__(self, layout: ToolFormat) -> None:
+    def __init__(self, layout: ToolFormat, head: re.Pattern[str], arguments_of: Callable[[], Arguments]) -> None:
         super().__init__(layout)
-        self._arguments: JsonObject | None = None  # the open call's
+        self._head = head  # the one group that matches is the function's name
+        self._arguments_of = arguments_of
+        self._arguments: Arguments | None = None  # the open call's
 
     @property
     def in_call(self) -> bool:
@@ -412,35 +415,57 @@ class JsonCallParser(ToolCallParser):
 
     def _step(self, parsed: Parsed) -> bool:
         if self._arguments is None:
-            head = self._HEAD.search(self._pending)
+            head = self._head.search(self._pending)
             if head is None:
                 return False
-            self._begin_call(parsed, head["quoted"] or head["bare"] or head["deepseek"], head)
-            self._arguments = JsonObject()
+            self._begin_call(parsed, next(filter(None, head.groups())), head)
+            self._arguments = self._arguments_of()
             return True
-        length = self._arguments.scan(self._pending)
-        piece, self._pending = self._pending[:length], self._pending[length:]
-        self._add_arguments(parsed, piece)
+        self._add_arguments(parsed, self._arguments.append(self._pending))
+        self._pending = self._arguments.rest
         if not self._arguments.complete:
             return False
         self._arguments = None
         return True
 
     def _flush_arguments(self, rest: str, parsed: Parsed) -> None:
-        """All that there is has been passed on."""
+        assert self._arguments is not None  # noqa: S101  # they are open
+        self._add_arguments(parsed, self._arguments.flush())
+
+
+class Arguments(Protocol):
+    """Reads the arguments of one call, which arrive in pieces."""
+
+    complete: bool
+    rest: str  # of the last piece: what follows the arguments, or is not certain yet
+
+    def append(self, text: str) -> str:
+        """The JSON that `text`, which begins with the last `rest`, adds to them."""
+
+    def flush(self) -> str:
+        """The JSON of `rest`, of an answer that ends within them."""
 
 
 class JsonObject:
-    """Finds the end of a JSON object in text that arrives in pieces."""
+    """Implements `Arguments`: finds the end of a JSON object."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self.complete = False
+        self.rest = ""
 
-    def scan(self, text: str) -> int:
-        """The number of characters of `text` that belong to the object."""
+    def append(self, text: str) -> str:
+        """What of `text` belongs to the object."""
+        end = self._scan(text)
+        self.rest = text[end:]
+        return text[:end]
+
+    def flush(self) -> str:
+        return ""
+
+    def _scan(self, text: str) -> int:
         for place, letter in enumerate(text):
             if self._escaped:
                 self._escaped = False

@@ -205,5 +205,5 @@ def test_arguments_are_shown_as_soon_as_they_are_there() -> None:
 def test_the_end_of_an_object_is_found(value: dict[str, Any], behind: str) -> None:
     text = json.dumps(value, ensure_ascii=False)
     scanner = JsonObject()
-    assert scanner.scan(text + behind) == len(text)
+    assert (scanner.append(text + behind), scanner.rest) == (text, behind)
     assert scanner.complete
