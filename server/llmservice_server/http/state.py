@@ -60,7 +60,6 @@ _WHAT_IT_DOES: Mapping[Task, str] = {
     "score": "this model is a cross-encoder, it scores pairs of texts: use /v1/rerank or /v1/score, or another model "
     "for this endpoint",
 }
-GenerationConfig = Literal["auto", "vllm"]
 
 
 class Serving(NamedTuple):
@@ -82,17 +81,15 @@ class ServeConfig:
     max_queued_embeddings: int = 4096
     body_timeout_s: float | None = 60.0  # for a body to be complete
     max_body_bytes: int | None = None  # None: as the model's context asks for
-    stuck_after_s: float | None = (
-        300.0  # without a finished step, while there is work, the engine is killed; None: never
-    )
+    stuck_after_s: float | None = 300.0
+    """Without a finished step, while there is work, after which the engine is killed; None: never."""
     api_key_file: Path | None = None  # None: no key is needed
     gateway_keys: Path | None = None  # a file with the public keys of the gateway that all requests come from
     audience: str = ""  # namespace/name of the LLMService, which the gateway's tokens must be for
     expected_tokens: int = EXPECTED_TOKENS  # of a request, prompt and answer, as long as few have ended
-    shape: Mapping[str, Any] | None = (
-        None  # the model's figures in the planner's camelCase; None: a family that it does not know
-    )
-    generation_config: GenerationConfig = "auto"  # auto: sampling defaults from generation_config.json; vllm: none
+    shape: Mapping[str, Any] | None = None
+    """The model's figures in the planner's camelCase; None: a family that it does not know."""
+    generation_config: Literal["auto", "vllm"] = "auto"  # auto: sampling defaults from the file; vllm: none
     chat_template: Path | None = None  # a file; None: the tokenizer's own
     formats: FormatNames = field(default_factory=FormatNames)  # of tool calls and reasoning
     cors_allow_origins: tuple[str, ...] = ()
@@ -122,17 +119,15 @@ class ServerState:
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while there are none
 
     @property
-    def ill(self) -> str | None:
+    def why_unhealthy(self) -> str | None:
         """Why the process should be restarted; None while it should not. Load is no reason."""
-        if self.engine.failure is not None:
-            return f"the engine has failed: {self.engine.failure}"
-        return None
+        return None if self.engine.failure is None else f"the engine has failed: {self.engine.failure}"
 
     @property
-    def unready(self) -> str | None:
+    def why_unready(self) -> str | None:
         """Why the server accepts no requests now; None when it does."""
-        if (illness := self.ill) is not None:
-            return illness
+        if (reason := self.why_unhealthy) is not None:
+            return reason
         if self.draining:
             return "the server is shutting down"
         if self.engine.ready is None or self.tokenizer is None:
@@ -176,9 +171,9 @@ class ServerState:
 
     def require_ready(self) -> Serving:
         """Raises ApiError (503) where the server accepts no requests."""
-        if (reason := self.unready) is not None:
+        if (reason := self.why_unready) is not None:
             raise self.not_ready(reason)
-        assert self.engine.ready is not None  # noqa: S101  # `unready` has checked
+        assert self.engine.ready is not None  # noqa: S101  # `why_unready` has checked
         assert self.tokenizer is not None  # noqa: S101
         return Serving(self.engine.ready, self.tokenizer)
 

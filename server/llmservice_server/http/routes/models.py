@@ -56,10 +56,10 @@ async def show_version() -> Version:
 @probe_router.get("/health", response_model=Health, responses=_UNHEALTHY, summary="Whether the process is healthy")
 async def health(state: StateDep, response: Response) -> Health:
     """200 while the model loads, 503 once the engine has died or is stuck."""
-    if (illness := state.ill) is not None:
-        log.error("unhealthy", extra={"fields": {"reason": illness}})
+    if (reason := state.why_unhealthy) is not None:
+        log.error("unhealthy", extra={"fields": {"reason": reason}})
         response.status_code = 503
-        return Health(status="failed", reason=illness)
+        return Health(status="failed", reason=reason)
     return Health(status="ok")
 
 
@@ -68,7 +68,7 @@ async def health(state: StateDep, response: Response) -> Health:
     "/ready", response_model=Health, responses=_UNHEALTHY, summary="Whether a request sent now would be served"
 )
 async def ready(state: StateDep, response: Response) -> Health:
-    if (reason := state.unready) is not None:
+    if (reason := state.why_unready) is not None:
         response.status_code = 503
         return Health(status="unready", reason=reason)
     return Health(status="ready")
