@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import TypeVar, get_args
 
 from prometheus_client import (
@@ -25,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from llmservice_server.engine.request import LANES
 from llmservice_server.ipc.endpoint_picker import EndpointPickerMetrics
-from llmservice_server.ipc.step_times import StepTimes
+from llmservice_server.ipc.step_times import LATENCY_BUCKETS, StepTimes, cumulative
 from llmservice_server.text.output_processor import RequestState
 from llmservice_server.types.messages import Fallback, FinishReason, Ready, Stats
 
@@ -33,11 +31,10 @@ from llmservice_server.types.messages import Fallback, FinishReason, Ready, Stat
 class TokenMetrics(Collector):
     """The counter `generation_tokens` and the histogram `inter_token_latency_seconds`."""
 
-    def __init__(self, prefix: str, constant: Mapping[str, str], buckets: Sequence[float]) -> None:
+    def __init__(self, prefix: str, constant: Mapping[str, str]) -> None:
         self._prefix = prefix
         self._constant = constant
-        self._bounds = [*buckets, math.inf]
-        self._counts = [0] * len(self._bounds)
+        self._counts = [0] * len(LATENCY_BUCKETS)
         self._sum_s = 0.0
         self._num_tokens = 0
 
@@ -48,7 +45,7 @@ class TokenMetrics(Collector):
     def record(self, num_tokens: int, since_last_s: float) -> None:
         """Later tokens. Several of one step count as equally far apart."""
         self._num_tokens += num_tokens
-        self._counts[bisect_left(self._bounds, since_last_s / num_tokens)] += num_tokens
+        self._counts[bisect_left(LATENCY_BUCKETS, since_last_s / num_tokens)] += num_tokens
         self._sum_s += since_last_s
 
     def collect(self) -> Iterator[Metric]:
@@ -58,20 +55,32 @@ class TokenMetrics(Collector):
         yield tokens
         name = self._prefix + "inter_token_latency_seconds"
         gaps = HistogramMetricFamily(name, "Between two tokens of a sequence", labels=names)
-        up_to = accumulate(self._counts)
-        bounds = [*map(str, self._bounds[:-1]), "+Inf"]
-        gaps.add_metric(values, list(zip(bounds, map(float, up_to), strict=True)), self._sum_s)
+        gaps.add_metric(values, cumulative(self._counts), self._sum_s)
         yield gaps
 
 
-Buckets = tuple[float, ...]
 VLLM_PREFIX = "vllm:"
 _M = TypeVar("_M", Counter, Gauge, Histogram)
 
-# Seconds. From 1 ms on, because the autoscaler reads a p99 from them; vLLM's start at 10 ms (ITL) and 300 ms (queue).
-_TOKEN_BUCKETS: Buckets = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1)
-_TOKEN_BUCKETS += (0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-_WAIT_BUCKETS: Buckets = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+# Seconds; from 1 ms on for the same reason as `LATENCY_BUCKETS`. vLLM's start at 300 ms.
+_WAIT_BUCKETS: tuple[float, ...] = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+)
 _WAIT_BUCKETS += (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _LENGTH_BUCKETS = tuple(float(2**power) for power in range(18))  # tokens
 _BATCH_BUCKETS = tuple(float(2**power) for power in range(11))  # sequences
@@ -117,7 +126,7 @@ class Metrics:
             "lora_adapter", "1: a LoRA adapter, loaded, evicted or failed", ("name", "version", "state")
         )
 
-        self.tokens = TokenMetrics(prefix, self._constant, _TOKEN_BUCKETS)
+        self.tokens = TokenMetrics(prefix, self._constant)
         self.registry.register(self.tokens)
         self.steps = StepTimes(prefix, self._constant)
         self.registry.register(self.steps)

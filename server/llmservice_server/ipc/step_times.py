@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -17,8 +17,15 @@ from llmservice_server.types.messages import StepTime
 StepKind = Literal["decode", "mixed"]
 """Of a step without prompt tokens, and of one with them."""
 
-_BOUNDS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1)
-_BOUNDS += (0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, math.inf)  # seconds
+LATENCY_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1)
+LATENCY_BUCKETS += (0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, math.inf)
+"""Upper bounds, in seconds: from 1 ms on, because the autoscaler reads a p99 from them; vLLM's start at 10 ms."""
+
+
+def cumulative(counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Of the `LATENCY_BUCKETS`, as Prometheus has histograms: each with all below its bound."""
+    names = [*map(str, LATENCY_BUCKETS[:-1]), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))
 
 
 @dataclass(slots=True)
@@ -53,7 +60,10 @@ class StepTimes(Collector):
         self._name = prefix + "step_seconds"
         self._constant = constant
         self._groups: dict[tuple[StepKind, int], StepSums] = {}
-        self._counts: dict[StepKind, list[int]] = {"decode": [0] * len(_BOUNDS), "mixed": [0] * len(_BOUNDS)}
+        self._counts: dict[StepKind, list[int]] = {
+            "decode": [0] * len(LATENCY_BUCKETS),
+            "mixed": [0] * len(LATENCY_BUCKETS),
+        }
 
     def observe(self, step: StepTime) -> None:
         kind: StepKind = "mixed" if step.prompt_chunks else "decode"
@@ -62,7 +72,7 @@ class StepTimes(Collector):
         if group is None:
             group = self._groups[kind, sequences] = StepSums(kind, sequences)
         group.add(step)
-        self._counts[kind][bisect_left(_BOUNDS, step.seconds)] += 1
+        self._counts[kind][bisect_left(LATENCY_BUCKETS, step.seconds)] += 1
 
     @property
     def sums(self) -> list[StepSums]:
@@ -75,9 +85,7 @@ class StepTimes(Collector):
             "Time of a step that computes no prompt (decode), or one (mixed), from the result before to its own",
             labels=(*self._constant, "kind"),
         )
-        names = [*map(str, _BOUNDS[:-1]), "+Inf"]
         for kind, counts in self._counts.items():
-            up_to = zip(names, map(float, accumulate(counts)), strict=True)
             seconds = sum(group.seconds for group in self._groups.values() if group.kind == kind)
-            family.add_metric((*self._constant.values(), kind), list(up_to), seconds)
+            family.add_metric((*self._constant.values(), kind), cumulative(counts), seconds)
         yield family
