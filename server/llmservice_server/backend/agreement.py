@@ -13,12 +13,12 @@ import torch
 
 from llmservice_server.backend.base import Attention
 from llmservice_server.backend.cache_shape import KVCacheShape
+from llmservice_server.backend.quantized import FLOAT8_MAX
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.types.errors import first_line
 
 BackendOf = Callable[[KVCacheShape, int, torch.device], Attention]
-FP8_MAX = 448.0
 
 Spans = Sequence[tuple[int, int]]
 
@@ -76,7 +76,7 @@ def why_wrong(cases: Sequence[Case], backend_of: BackendOf, device: torch.device
 
 def quantized(rows: torch.Tensor) -> torch.Tensor:
     """`rows` `[..., head_dim]` as an fp8 cache stores them (e4m3, and a scale for each row), in their own dtype."""
-    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / FP8_MAX
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / FLOAT8_MAX
     return ((rows.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from llmservice_server.backend.step_input import Int64Array
 from llmservice_server.types.messages import SamplingParams
 
 Float64Array = npt.NDArray[np.float64]
 UInt64Array = npt.NDArray[np.uint64]
-Int64Array = npt.NDArray[np.int64]
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 GOLDEN_GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
@@ -25,7 +25,7 @@ def stream_states(seeds: Sequence[int]) -> UInt64Array:
     return mix64(_as_uint64(seeds) ^ GOLDEN_GAMMA) + GOLDEN_GAMMA
 
 
-def uniforms(states: UInt64Array, positions: npt.NDArray[np.int64]) -> Float64Array:
+def uniforms(states: UInt64Array, positions: Int64Array) -> Float64Array:
     """Numbers in [0, 1) at positions of streams: SplitMix64 (Steele et al., 2014) of `stream_states` and positions."""
     mixed = mix64(states + GOLDEN_GAMMA * positions.view(np.uint64))
     numbers: Float64Array = (mixed >> np.uint64(11)) / float(1 << 53)

@@ -29,6 +29,7 @@ from llmservice_planner.checkpoint import (
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.model_config import ShapeError
 from llmservice_server.models.lora import AdapterSlots, LowRank, PackedAdapter
+from llmservice_server.runtime.parallel_read import DTYPES
 from llmservice_server.types.checkpoint_config import AdapterConfig, read_json_object
 from llmservice_server.types.errors import AdapterError, ModelLoadError
 
@@ -37,7 +38,6 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.(?P<tensor>weight|bias)")
 _ALL_EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)?")
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _VERSION_BYTES = 8
 
 
@@ -163,7 +163,7 @@ class _Tensors:
     def read(self, name: str) -> torch.Tensor:
         """Raises AdapterError. Only for a shape and a dtype that are expected, so that memory for it is planned."""
         stored = self.stored[name]
-        dtype = _DTYPES[stored.dtype]
+        dtype = DTYPES[stored.dtype]
         data = bytearray(stored.elements * dtype.itemsize)
         self._file.seek(self._starts[name])
         if self._file.readinto(data) != stored.nbytes:
@@ -283,8 +283,8 @@ class _Reader:
                     f"{name} has the shape {shape}, this model and the rank {rank} make it {expected}: "
                     f"{_made_for(config)}"
                 )
-            if (stored := self._tensors.stored[name].dtype) not in _DTYPES:
-                raise AdapterError(f"{name} is {stored}, expected one of {', '.join(sorted(_DTYPES))}")
+            if (stored := self._tensors.stored[name].dtype) not in DTYPES:
+                raise AdapterError(f"{name} is {stored}, expected one of {', '.join(sorted(DTYPES))}")
             tensor = self._tensors.read(name)
             if side == "B":
                 tensor = tensor.float() * config.scale(named)

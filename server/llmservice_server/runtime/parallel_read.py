@@ -15,15 +15,16 @@ from pathlib import Path
 
 import torch
 
+from llmservice_planner.checkpoint import LENGTH_BYTES
 from llmservice_server.types.errors import ModelLoadError
 
 THREADS = 4
 _CHUNK_BYTES = 8 << 20
-_LENGTH_BYTES = 8
 _Chunk = tuple[memoryview, int]
 """Memory, and where in the file its content begins."""
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""By safetensors' names."""
 
 
 def read_into(targets: Mapping[Path, Mapping[str, torch.Tensor]]) -> None:
@@ -43,14 +44,14 @@ def read_into(targets: Mapping[Path, Mapping[str, torch.Tensor]]) -> None:
 
 def is_direct(target: torch.Tensor, stored_dtype: str) -> bool:
     """Whether the bytes of the file are those of `target`: on the CPU, in one piece and of the same dtype."""
-    return target.device.type == "cpu" and target.is_contiguous() and _DTYPES.get(stored_dtype) is target.dtype
+    return target.device.type == "cpu" and target.is_contiguous() and DTYPES.get(stored_dtype) is target.dtype
 
 
 def _chunks(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> Iterator[_Chunk]:
     """In the file's order."""
-    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-    header = json.loads(os.pread(descriptor, length, _LENGTH_BYTES))
-    first = _LENGTH_BYTES + length
+    length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
+    header = json.loads(os.pread(descriptor, length, LENGTH_BYTES))
+    first = LENGTH_BYTES + length
     for name in sorted(tensors, key=lambda name: header[name]["data_offsets"][0]):
         if tensors[name].numel() == 0:
             continue

@@ -19,13 +19,11 @@ from llmservice_server.backend.cpu.compiled import compiled_inner, intrinsic
 TILE_ROWS = 16
 """Also the lines of weights, and the columns, of a tile."""
 _TILE_BYTES = 64  # of a row of a tile
-_COLUMNS = 64
 _LINES_AT_ONCE, _FEW_ROWS_LINES = 128, 1024
 """Lines that all rows are multiplied with before the next ones are read: 32 KiB, which stay in the core's first cache.
 Up to 32 rows read each line once."""
 _PREFETCHED_BYTES = 32768
 """How far ahead of their use lines are read into the second cache, a few in each step: all rows take that time."""
-_CACHE_LINE_BYTES = 64
 _SUMS, _FIRST_ROWS, _WEIGHTS = (0, 1, 2, 3), 4, 6  # numbers of tiles; 5: more rows, 7: more weights
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 
@@ -96,7 +94,7 @@ def _kernel(*, wide: bool) -> Any:
             rows = [number, builder.add(number, ir.Constant(number.type, TILE_ROWS))][:parts]
             steps = builder.udiv(cgutils.unpack_tuple(builder, array(1).shape)[0], ir.Constant(number.type, TILE_ROWS))
             start = builder.gep(address(1, 0, 0), [ir.Constant(_I64, _PREFETCHED_BYTES)])
-            step_bytes = builder.mul(num_prefetched, ir.Constant(_I64, _CACHE_LINE_BYTES))
+            step_bytes = builder.mul(num_prefetched, ir.Constant(_I64, llvm.CACHE_LINE_BYTES))
             width = len(_SUMS) // parts
             # In steps of this loop from the first row's on; the next lines are read while all rows are multiplied.
             passed = builder.mul(builder.udiv(number, ir.Constant(_I64, TILE_ROWS)), steps)
@@ -110,7 +108,7 @@ def _kernel(*, wide: bool) -> Any:
                     place = builder.add(passed, builder.add(loop.index, builder.mul(steps, ir.Constant(_I64, half))))
                     ahead = builder.gep(start, [builder.mul(place, step_bytes)])
                     with cgutils.for_range(builder, num_prefetched) as each:
-                        offset = builder.mul(each.index, ir.Constant(_I64, _CACHE_LINE_BYTES))
+                        offset = builder.mul(each.index, ir.Constant(_I64, llvm.CACHE_LINE_BYTES))
                         llvm.prefetch(builder, builder.gep(ahead, [offset]), soon=False)
                     for part, row in enumerate(rows):
                         _call(builder, "tileloadd64", _FIRST_ROWS + part, address(0, row, line), row_stride)
