@@ -25,11 +25,9 @@ class _CgroupFiles:
     reclaimable: str
 
 
-_CGROUPS = (
-    _CgroupFiles("memory.max", "memory.current", "memory.stat", "inactive_file"),  # v2
-    _CgroupFiles(
-        "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"
-    ),  # v1
+_CGROUP_2 = _CgroupFiles("memory.max", "memory.current", "memory.stat", "inactive_file")
+_CGROUP_1 = _CgroupFiles(
+    "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"
 )
 
 
@@ -39,8 +37,11 @@ def available_cpu_bytes(root: Path = Path("/")) -> int:
     A model file just downloaded is charged to the cgroup as page cache, which the kernel reclaims on demand; it counts
     as available, as it does for the kubelet's working set.
     """
-    machine = _mem_available(root / "proc/meminfo")
-    for files in _CGROUPS:
+    meminfo = root / "proc/meminfo"
+    machine = _stat(meminfo, "MemAvailable:") * 1024
+    if not machine:
+        raise OutOfMemoryError(f"{meminfo} has no line MemAvailable: set --kv-cache-memory")
+    for files in (_CGROUP_2, _CGROUP_1):
         limit = _number(root / "sys/fs/cgroup" / files.limit)
         if limit is not None and limit < _UNLIMITED:
             usage = _number(root / "sys/fs/cgroup" / files.usage) or 0
@@ -92,13 +93,6 @@ def _stat(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
-
-
-def _mem_available(meminfo: Path) -> int:
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OutOfMemoryError(f"{meminfo} has no line MemAvailable: set --kv-cache-memory")
 
 
 def _number(path: Path) -> int | None:
