@@ -248,7 +248,7 @@ class Model(Protocol):
     def weight_bytes(self) -> int: ...
 
     def linears(self) -> Iterator[Linear]:
-        """Every matrix, the head last."""
+        """Every matrix that all tokens are multiplied with, so none of experts; the head last."""
 
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
         """Replace every matrix, one after the other, so that only one is held twice."""

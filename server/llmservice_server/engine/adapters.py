@@ -45,7 +45,7 @@ class Adapter:
 
 
 def adapter_key(name: str, version: str) -> str:
-    """Names have no spaces."""
+    """What the prefix cache knows a version by; a name has no spaces."""
     return f"{name} {version}"
 
 

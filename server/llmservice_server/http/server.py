@@ -142,9 +142,8 @@ class HttpProcess:
         self._api.should_exit = True
         self._api.force_exit = not self._state.idle.is_set()
         if self._metrics is not None:
-            self._metrics.should_exit = self._metrics.force_exit = (
-                True  # a scrape that hangs does not delay the shutdown
-            )
+            # A scrape that hangs does not delay the shutdown.
+            self._metrics.should_exit = self._metrics.force_exit = True
 
     def _on_ready(self, ready: Ready) -> None:
         self._was_ready = True

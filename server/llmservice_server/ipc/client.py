@@ -128,9 +128,7 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._exited = asyncio.Event()
         self._stopping = False
-        self._directory = tempfile.TemporaryDirectory(
-            prefix="llmservice-"
-        )  # of mode 0700: no other user can read prompts
+        self._directory = tempfile.TemporaryDirectory(prefix="llmservice-")  # of mode 0700, as prompts pass through it
         self._settings = EngineSettings(
             config=config,
             log_level=log_level,
@@ -139,9 +137,7 @@ class EngineClient:
         )
         self._context = zmq.asyncio.Context()
         self._to_engine: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
-        self._to_engine.set_hwm(
-            0
-        )  # a send never blocks, so it needs no await; admission control bounds what is in flight
+        self._to_engine.set_hwm(0)  # a send never blocks; admission control bounds what is in flight
         self._to_engine.connect(self._settings.to_engine)
         self._from_engine = self._context.socket(zmq.PULL)
         self._from_engine.set_hwm(0)

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json, read into what the Llama family's model needs."""
+"""A checkpoint's config.json, read into what the decoders that are implemented here need."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a Llama-family decoder. Biases and norms differ by architecture; everything else is numbers."""
+    """The shape of a decoder that is implemented here, whatever its family."""
 
     architecture: str
     vocab_size: int

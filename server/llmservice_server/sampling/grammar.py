@@ -138,10 +138,8 @@ class Grammar:
 
     @property
     def problem(self) -> str | None:
-        """Why the library has given up on this answer, in one line without the answer's words; None: it has not."""
-        if not self.matcher.is_error():
-            return None
-        return TOO_COMPLEX
+        """Why this answer cannot be continued, in one line without the answer's words; None: it can."""
+        return TOO_COMPLEX if self.matcher.is_error() else None
 
 
 class CompiledGrammar:

@@ -28,9 +28,8 @@ class Draws(NamedTuple):
 
     token_ids: Sequence[int] = ()  # -1: the row's logits are not finite
     logprobs: Sequence[TokenLogprobs | None] = ()  # where the request asks for them
-    failed: Mapping[int, str] = MappingProxyType(
-        {}
-    )  # by row: what the host could not compute, with the message for the client
+    failed: Mapping[int, str] = MappingProxyType({})
+    """By row: what the host could not compute, with the message for the client."""
 
 
 class Drawn:

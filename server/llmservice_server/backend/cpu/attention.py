@@ -200,19 +200,16 @@ class CpuAttention:
             group = self.shape.num_heads // num_kv_heads
             tiles = query_tiles(step, num_kv_heads=num_kv_heads, group=group, num_threads=num_threads)
             return replace(attend, tiles=(tiles, step.blocks))
-        parts = self._parts(len(alone), num_threads)
+        decodes = _Decodes.of(step, alone, self._parts(len(alone), num_threads), num_threads) if len(alone) else None
+        if step.is_decode:
+            return replace(attend, decodes=decodes)
         columns = (step.rows.tolist(), step.counts.tolist(), step.starts.tolist(), step.block_tables)
-        return replace(
-            attend,
-            decodes=_Decodes.of(step, alone, parts, num_threads) if len(alone) else None,
-            chunks=[
-                _Chunk(row, row + count, start, np.array(table, np.int32))
-                for row, count, start, table in zip(*columns, strict=True)
-                if count != 1
-            ]
-            if not step.is_decode
-            else [],
-        )
+        chunks = [
+            _Chunk(row, row + count, start, np.array(table, np.int32))
+            for row, count, start, table in zip(*columns, strict=True)
+            if count != 1
+        ]
+        return replace(attend, decodes=decodes, chunks=chunks)
 
 
 @dataclass(slots=True)
@@ -225,9 +222,8 @@ class CpuStep:
     caches: npt.NDArray[Any]  # the same, for kernels
     windows: Int64Array  # of all layers
     slots: Int64Array
-    tiles: tuple[Int32Array, Int32Array] | None = (
-        None  # of all tokens, and the block tables; instead of the fields below
-    )
+    tiles: tuple[Int32Array, Int32Array] | None = None
+    """Of all tokens, and the block tables; instead of `decodes` and `chunks`."""
     decodes: _Decodes | None = None
     chunks: Sequence[_Chunk] = ()
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by first row and window
@@ -248,7 +244,7 @@ class CpuStep:
         return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype), sinks)
 
     def _attend(
-        self, layer: int, query: torch.Tensor, stored: torch.Tensor, sinks: torch.Tensor | None = None
+        self, layer: int, query: torch.Tensor, stored: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """`query`: `[num_tokens, num_heads or more, head_dim]`. `stored`: keys and values in the cache's dtype."""
         num_heads = self.shape.num_heads

@@ -1,9 +1,8 @@
 """Paged attention on a CPU, compiled by numba when it first runs: decodes, and tiles of several query tokens.
 
-Arrays are those of `as_array`; a layer's cache is `[num_blocks, num_kv_heads, stored, block_size, head_dim]`:
-keys, and values where they are others. Softmax is
-online and in float32 (arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691): keys and values are read once, a tile at a
-time, with a running maximum and sum for each query head.
+Arrays are those of `as_array`; a layer's cache is `[num_blocks, num_kv_heads, stored, block_size, head_dim]`: keys, and
+values where they are others. Softmax is online and in float32 (arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691):
+keys and values are read once, a tile at a time, with a running maximum and sum for each query head.
 
 A decode's tile is `[lanes, head_dim]` keys of one block, read in place by vector code for a fixed `group` (query heads
 that share a key head) and head size, so that sums stay in registers; numba's own loops know these numbers only at run

@@ -1,10 +1,9 @@
 """Paged attention in plain torch, on any device: the reference of the other backends.
 
 A layer's cache is `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, keys before values (no values where they are
-the keys): the fused projection
-yields the two side by side, so that storing is one indexed copy, and fetching the step's sequences is one gather of
-whole blocks. Several query heads share a key head: for one token they are the rows of one query, for a chunk a
-dimension along which the keys are broadcast; keys and values are never repeated in memory.
+the keys): the fused projection yields the two side by side, so that storing is one indexed copy, and fetching the
+step's sequences is one gather of whole blocks. Several query heads share a key head: for one token they are the rows of
+one query, for a chunk a dimension along which the keys are broadcast; keys and values are never repeated in memory.
 """
 
 from __future__ import annotations
