@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from llmservice_server.engine.request import LANES
 from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
-from llmservice_server.http.prompts import bad_token_ids
+from llmservice_server.http.prompts import bad_token_ids, require_known
 from llmservice_server.http.protocol.chat import ChatRequest
 from llmservice_server.http.protocol.generation import GenerationRequest
 from llmservice_server.http.state import ServerState, Serving
@@ -273,15 +273,9 @@ def _check_token_ids(
 ) -> None:
     """Raises ApiError where a parameter names a token that does not exist, or where no token remains to be sampled."""
     allowed = request.allowed_token_ids or ()
-    for param, ids in (
-        ("logit_bias", request.logit_bias),
-        ("stop_token_ids", request.stop_token_ids),
-        ("allowed_token_ids", allowed),
-    ):
-        if (largest := max(ids, default=0)) >= tokenizer.vocab_size:
-            raise invalid(
-                f"{param}: token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param=param
-            )
+    require_known(request.logit_bias, tokenizer, "logit_bias")
+    require_known(request.stop_token_ids, tokenizer, "stop_token_ids")
+    require_known(allowed, tokenizer, "allowed_token_ids")
     param = "allowed_token_ids" if allowed else "bad_words"
     if grammar is not None and (allowed or bad_words):
         raise invalid(f"{param} cannot be combined with response_format, structured_outputs or tools", param)
@@ -308,6 +302,5 @@ def _token_limit(
             param="max_tokens" if room >= 1 else "prompt",
             code="context_length_exceeded",
         )
-    if (largest := max(prompt)) >= tokenizer.vocab_size:
-        raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="prompt")
+    require_known(prompt, tokenizer, "prompt")
     return min(room, default or room) if max_tokens is None else max_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,12 @@ def token_ids(
     except TextTooLongError as error:
         raise _too_long(error, param) from error
     return [next(encoded) if isinstance(given, str) else given for given in inputs]
+
+
+def require_known(ids: Iterable[int], tokenizer: Tokenizer, param: str) -> None:
+    """Raises ApiError (400) for a token id outside the vocabulary."""
+    if (largest := max(ids, default=0)) >= tokenizer.vocab_size:
+        raise invalid(f"{param}: token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param)
 
 
 def truncated(prompts: list[list[int]], num_tokens: int | None, room: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.base import Body, Part, TokenCount
+from llmservice_server.http.protocol.embeddings import EmbeddingUsage
 
 MAX_PAIRS = 2048  # of one request
 
@@ -110,11 +111,6 @@ class ScoreRequest(PairsRequest):
         return list(zip(first if len(first) > 1 else first * len(second), second, strict=True))
 
 
-class PairsUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class RankedDocument(BaseModel):
     text: str
 
@@ -130,7 +126,7 @@ class RerankAnswer(BaseModel):
 
     model: str
     results: list[Ranked]
-    usage: PairsUsage
+    usage: EmbeddingUsage
 
 
 class RankedText(BaseModel):
@@ -152,5 +148,5 @@ class ScoreList(BaseModel):
 
     model: str
     data: list[Score]
-    usage: PairsUsage
+    usage: EmbeddingUsage
     object: Literal["list"] = "list"

@@ -16,7 +16,7 @@ from llmservice_server.http.authentication import client_name
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
 from llmservice_server.http.generation import disconnected
-from llmservice_server.http.prompts import token_ids, truncated
+from llmservice_server.http.prompts import require_known, token_ids, truncated
 from llmservice_server.http.protocol.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
 from llmservice_server.http.state import ServerState, Serving, ServingDep, StateDep
@@ -90,8 +90,7 @@ def _check(body: EmbeddingRequest, inputs: Sequence[list[int]], ready: Ready, to
             param="input",
             code="context_length_exceeded",
         )
-    if (largest := max(map(max, inputs))) >= tokenizer.vocab_size:
-        raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="input")
+    require_known(map(max, inputs), tokenizer, "input")
     if body.dimensions is not None and body.dimensions > ready.embedding_size:
         raise invalid(
             f"dimensions is {body.dimensions}, expected 1 to {ready.embedding_size}, the size of this model's "

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 
 from llmservice_server.http.body import num_body_bytes, run
 from llmservice_server.http.error import invalid
+from llmservice_server.http.protocol.embeddings import EmbeddingUsage
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
 from llmservice_server.http.protocol.rerank import (
-    PairsUsage,
     Ranked,
     RankedDocument,
     RankedText,
@@ -73,7 +73,7 @@ async def score(body: ScoreRequest, request: Request, state: StateDep, serving: 
 
 async def _scores(
     body: RerankRequest | ScoreRequest, request: Request, state: ServerState, serving: Serving
-) -> tuple[list[float], PairsUsage]:
+) -> tuple[list[float], EmbeddingUsage]:
     """Of each pair, and the tokens of all. Raises ApiError and ClientDisconnect."""
     ready, tokenizer = serving
     pairs, longest = body.pairs, ready.max_embedding_tokens
@@ -83,7 +83,7 @@ async def _scores(
     _check_lengths(encoded, longest)
     inputs = [each.token_ids for each in encoded]
     vectors = await embed(state, inputs, request, [each.type_ids for each in encoded])
-    usage = PairsUsage(prompt_tokens=sum(map(len, inputs)), total_tokens=sum(map(len, inputs)))
+    usage = EmbeddingUsage(prompt_tokens=sum(map(len, inputs)), total_tokens=sum(map(len, inputs)))
     logits = np.frombuffer(b"".join(vectors), "<f4").astype(np.float64)
     scores = logits if body.raw_scores else 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid, which never overflows so
     return scores.tolist(), usage

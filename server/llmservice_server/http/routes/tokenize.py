@@ -5,8 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
-from llmservice_server.http.error import invalid
-from llmservice_server.http.prompts import chat_token_ids, token_ids
+from llmservice_server.http.prompts import chat_token_ids, require_known, token_ids
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
 from llmservice_server.http.protocol.tokenize import (
     DetokenizeRequest,
@@ -37,8 +36,7 @@ async def detokenize(
     if body.model is not None:
         state.require_model(body.model)
     tokenizer = serving.tokenizer
-    if (largest := max(body.tokens, default=0)) >= tokenizer.vocab_size:
-        raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="tokens")
+    require_known(body.tokens, tokenizer, "tokens")
     text = await run(num_body_bytes(request), tokenizer.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeResponse(prompt=text)
 
