@@ -12,7 +12,15 @@ import httpx2
 from huggingface_hub import HfApi, errors, hf_hub_url
 from huggingface_hub.hf_api import RepoSibling
 
-from llmservice_server.fetch.source import CorruptError, Digest, FetchError, RemoteFile, RetryableError, first_byte
+from llmservice_server.fetch.source import (
+    CorruptError,
+    Digest,
+    FetchError,
+    RemoteFile,
+    RetryableError,
+    first_byte,
+    is_transient,
+)
 
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _CONNECT_TIMEOUT_S = 10.0
@@ -82,7 +90,7 @@ class HubSource:
         status = response.status_code
         if status in {200, 206}:
             return
-        if _passes(status):
+        if is_transient(status):
             raise RetryableError(f"HTTP {status}", _retry_after_s(response))
         if status == 416:
             raise CorruptError("the requested range is beyond its end")
@@ -133,16 +141,11 @@ class HubSource:
             raise FetchError(f"{self.repository} is no repository's name: {error}") from error
         except errors.HfHubHTTPError as error:
             status = error.response.status_code
-            if _passes(status):
+            if is_transient(status):
                 raise RetryableError(f"{self.endpoint} returns {status}", _retry_after_s(error.response)) from error
             raise self._refusal(status, "the list of files") from error
         except (httpx2.TransportError, errors.OfflineModeIsEnabled) as error:
             raise RetryableError(f"{self.endpoint} cannot be reached ({type(error).__name__})") from error
-
-
-def _passes(status: int) -> bool:
-    """Whether a request that had this status may succeed later."""
-    return status in {408, 425, 429} or status >= 500
 
 
 def _retry_after_s(response: httpx2.Response) -> float | None:

@@ -19,7 +19,15 @@ from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, Inc
 from botocore.exceptions import ConnectionError as ConnectionFailedError
 from botocore.parsers import ResponseParserError
 
-from llmservice_server.fetch.source import CorruptError, Digest, FetchError, RemoteFile, RetryableError, first_byte
+from llmservice_server.fetch.source import (
+    CorruptError,
+    Digest,
+    FetchError,
+    RemoteFile,
+    RetryableError,
+    first_byte,
+    is_transient,
+)
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _MD5 = re.compile(r"[0-9a-f]{32}")
@@ -135,7 +143,7 @@ class S3Source:
 
     def _converted(self, error: ClientError, what: str) -> Exception:
         status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"].get("Code", "")
-        if status in {408, 429} or status >= 500:
+        if is_transient(status):
             return RetryableError(f"HTTP {status}")
         if status == 416:
             return CorruptError("the requested range is beyond its end")

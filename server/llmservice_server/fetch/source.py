@@ -119,6 +119,11 @@ class Source(Protocol):
         """
 
 
+def is_transient(status: int) -> bool:
+    """Whether a request that was answered with this HTTP status may succeed later."""
+    return status in {408, 425, 429} or status >= 500
+
+
 def first_byte(content_range: str | None, start: int) -> int:
     """Where the content of a response to a request for the bytes from `start` begins. Raises CorruptError."""
     if not content_range:
