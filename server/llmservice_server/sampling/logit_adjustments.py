@@ -51,12 +51,9 @@ def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest], penalties: 
     if limited := [(row, request) for row, request in numbered if request.allowed_token_ids is not None]:
         _allow_only(logits, limited)
     if bad := [(row, token_ids) for row, request in numbered if len(token_ids := _bad_next_tokens(request))]:
-        places = Places.of([(row, token_ids, -math.inf) for row, token_ids in bad], logits)
-        logits.view(-1)[places.index] = places.values
-    if barred := [
-        (row, request) for row, request in numbered if request.num_output_tokens < request.sampling.min_tokens
-    ]:
-        _bar_stop_tokens(logits, barred)
+        _ban(logits, bad)
+    if short := [(row, each) for row, each in numbered if each.num_output_tokens < each.sampling.min_tokens]:
+        _ban(logits, [(row, _stop_tokens(request, logits.shape[-1])) for row, request in short])
 
 
 def _add_bias(logits: torch.Tensor, biased: Sequence[tuple[int, SampledRequest]]) -> None:
@@ -91,13 +88,13 @@ def _bad_next_tokens(request: SampledRequest) -> npt.NDArray[np.int64]:
     return np.fromiter(bad, np.int64, len(bad))
 
 
-def _bar_stop_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, SampledRequest]]) -> None:
-    vocab_size = logits.shape[-1]
-    parts = [
-        (row, np.array([token for token in request.stop_token_ids if token < vocab_size], dtype=np.int64), -math.inf)
-        for row, request in barred
-    ]
-    places = Places.of(parts, logits)
+def _stop_tokens(request: SampledRequest, vocab_size: int) -> npt.NDArray[np.int64]:
+    return np.array([token for token in request.stop_token_ids if token < vocab_size], np.int64)
+
+
+def _ban(logits: torch.Tensor, banned: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> None:
+    """Set the tokens of each row to minus infinity."""
+    places = Places.of([(row, token_ids, -math.inf) for row, token_ids in banned], logits)
     logits.view(-1)[places.index] = places.values
 
 
