@@ -306,10 +306,6 @@ def _queue_bounds(args: argparse.Namespace) -> dict[str, QueueBound]:
     }
 
 
-def run(args: argparse.Namespace) -> int:
-    return serve(args)
-
-
 def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None) -> int:
     """`engine_command` starts another engine process than the server's own, which benchmarks measure it with."""
     import uvloop
@@ -401,7 +397,7 @@ def _shape(model: Path) -> dict[str, Any] | None:
 COMMAND = Command(
     help="serve a model over an OpenAI-compatible HTTP API",
     add_arguments=add_arguments,
-    run=run,
+    run=serve,
     extra="server",
     requires=("fastapi", "torch", "tokenizers", "uvicorn", "zmq"),
 )

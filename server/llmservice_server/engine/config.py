@@ -169,9 +169,6 @@ class EngineConfig:
     threads: Annotated[int | None, Flag("on CPU (default: torch's choice)")] = None
 
     def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
         for name, allowed in _choices().items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")

@@ -29,9 +29,7 @@ class CpuDecode:
     """Implements `DecodePath`: a model's decode steps of at most `max_num_seqs` sequences."""
 
     def __init__(self, model: Decoder, attention: CpuAttention, max_num_seqs: int) -> None:
-        """Raises ValueError if `can_decode` is false."""
-        if not can_decode(model):
-            raise ValueError("the kernels cannot read the model's packed weights")
+        """model: one that `can_decode`."""
         self._attention = attention
         self._max_num_seqs = max_num_seqs
         self._weights = _weights_of(model)
