@@ -22,6 +22,7 @@ from llmservice_server.types.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from llmservice_server.engine.admission_queue import QueueBound
+    from llmservice_server.http.state import ServeConfig
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _METAVARS = {
@@ -306,29 +307,8 @@ def _queue_bounds(args: argparse.Namespace) -> dict[str, QueueBound]:
     }
 
 
-def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None) -> int:
-    """`engine_command` starts another engine process than the server's own, which benchmarks measure it with."""
-    import uvloop
-
-    from llmservice_server.http.server import HttpProcess, ListenConfig, ServeError
-    from llmservice_server.http.state import ServeConfig
-    from llmservice_server.ipc import json_log
-    from llmservice_server.ipc.client import ENGINE_COMMAND
-    from llmservice_server.text.chat_formats import FormatNames
-    from llmservice_server.text.model_folder import served_folder
-
-    model: Path = args.model
-    if not (model / "config.json").is_file():
-        raise CommandError(without_config(str(model), read_modules(model)), status=1)
-    served_names = tuple(args.served_model_name or [model.resolve().name])
-    try:
-        model = served_folder(model, args.config_overrides)
-    except ModelLoadError as error:
-        raise CommandError(str(error), status=1) from error
-    try:
-        engine = EngineConfig(model=model, **{name: getattr(args, name) for name, _, _ in _settings()})
-    except ConfigError as error:
-        raise CommandError(str(error)) from error
+def _refuse_contradictions(args: argparse.Namespace, engine: EngineConfig) -> None:
+    """Raises CommandError."""
     if args.enable_lora_updates and not engine.max_loras:
         raise CommandError("--enable-lora-updates needs slots for adapters: set --max-loras")
     if args.adapters_file is not None and not (engine.max_loras and args.adapters_dir):
@@ -340,8 +320,14 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
             "--api-key-file cannot be combined with --gateway-keys, which let in the gateway alone: make keys for the "
             "gateway instead, or set spec.access: direct"
         )
-    config = ServeConfig(
-        served_model_names=served_names,
+
+
+def _serve_config(args: argparse.Namespace, engine: EngineConfig) -> ServeConfig:
+    from llmservice_server.http.state import ServeConfig
+    from llmservice_server.text.chat_formats import FormatNames
+
+    return ServeConfig(
+        served_model_names=tuple(args.served_model_name or [args.model.resolve().name]),
         queue_bounds=_queue_bounds(args),
         default_lane=args.default_lane,
         max_queued_embeddings=args.max_queued_embeddings,
@@ -354,7 +340,7 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
         request_timeout_s=args.request_timeout or None,
         queue_timeout_s=args.queue_timeout or None,
         expected_tokens=engine.expected_tokens,
-        shape=_shape(model),
+        shape=_shape(engine.model),
         generation_config=args.generation_config,
         chat_template=args.chat_template,
         formats=FormatNames(args.tool_call_format, args.reasoning_format),
@@ -365,6 +351,30 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
         adapters_dir=args.adapters_dir,
         strict_parameters=args.strict_parameters,
     )
+
+
+def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None) -> int:
+    """`engine_command` starts another engine process than the server's own, which benchmarks measure it with."""
+    import uvloop
+
+    from llmservice_server.http.server import HttpProcess, ListenConfig, ServeError
+    from llmservice_server.ipc import json_log
+    from llmservice_server.ipc.client import ENGINE_COMMAND
+    from llmservice_server.text.model_folder import served_folder
+
+    model: Path = args.model
+    if not (model / "config.json").is_file():
+        raise CommandError(without_config(str(model), read_modules(model)), status=1)
+    try:
+        model = served_folder(model, args.config_overrides)
+    except ModelLoadError as error:
+        raise CommandError(str(error), status=1) from error
+    try:
+        engine = EngineConfig(model=model, **{name: getattr(args, name) for name, _, _ in _settings()})
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    _refuse_contradictions(args, engine)
+    config = _serve_config(args, engine)
     listen = ListenConfig(
         host=args.host,
         port=args.port,
