@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from llmservice_operator.api.status import AutoscalingStatus
+from llmservice_operator.http_body import read_bounded
 from llmservice_operator.monitoring import promql
 from llmservice_operator.pods.pod import epoch
 
@@ -19,7 +20,7 @@ HOUR_S = 3600.0
 _STEP_S = 30.0
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 _TTFT_WINDOW_S = 60.0
-_ANSWER_BYTES = 8 * 2**20
+_ANSWER_LIMIT_BYTES = 8 * 2**20
 
 Series = tuple[float | None, ...]
 
@@ -121,7 +122,7 @@ async def _range(session: aiohttp.ClientSession, url: str, query: str, now: floa
     """Values by time, without those that are not finite; of several series the first."""
     data = {"query": query, "start": f"{now - HOUR_S:.3f}", "end": f"{now:.3f}", "step": f"{_STEP_S:g}"}
     async with session.post(url.rstrip("/") + "/api/v1/query_range", data=data) as response:
-        answer: dict[str, Any] = json.loads(await response.content.read(_ANSWER_BYTES))
+        answer: dict[str, Any] = json.loads(await read_bounded(response, _ANSWER_LIMIT_BYTES))
     if answer["status"] != "success":
         raise ValueError(answer.get("error", "no reason given"))
     result: Sequence[dict[str, Any]] = answer["data"]["result"]

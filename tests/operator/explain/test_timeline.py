@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -43,13 +44,14 @@ def test_decisions_of_the_last_hour_become_steps_until_now() -> None:
 
 @pytest.fixture
 async def prometheus() -> Any:
-    """Answers every range query with two samples, those of TTFT with one that is not a number."""
+    """Answers every range query with two samples, those of TTFT with one that is not a number; in many pieces."""
 
     async def answer(request: web.Request) -> web.Response:
         query = (await request.post())["query"]
         value = "NaN" if "histogram_quantile" in str(query) else "2.5"
         values = [[NOW - 60, "2"], [NOW, value]]
-        return web.json_response({"status": "success", "data": {"result": [{"metric": {}, "values": values}]}})
+        text = json.dumps({"status": "success", "data": {"result": [{"metric": {}, "values": values}]}})
+        return web.Response(text=" " * 2**20 + text)
 
     app = web.Application()
     app.router.add_post("/api/v1/query_range", answer)
