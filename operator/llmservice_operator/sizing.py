@@ -66,7 +66,7 @@ def parse_report(text: bytes) -> SizingReport:
             activations_bytes=int(memory["activations"]) + int(memory.get("graphs", 0)),
             shape=ModelShape.from_fields(report["shape"]) if report.get("shape") else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no answer of llmservice serve: {type(error).__name__} {error}") from error
 
 

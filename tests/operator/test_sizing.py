@@ -193,7 +193,9 @@ REPORT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"null", b'{"memory_bytes": 3}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{}", b"[]", b"null", b'{"memory_bytes": 3}', b'{"memory_bytes": {}, "max_num_seqs": Infinity}']
+)
 def test_an_invalid_report_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match="no answer of llmservice serve"):
         parse_report(text)

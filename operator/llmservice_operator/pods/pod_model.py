@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import aiohttp
 
@@ -24,6 +25,10 @@ _ANSWER_LIMIT_BYTES = 2**16
 _STEP_PERCENT = 5
 _STEPS_EVERY_S = 60.0
 _KEPT = 4096
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What parsing an answer raises where that is not what was expected: whoever may set a pod's image chooses it."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +61,13 @@ def together(pods: int, downloads: Sequence[Download]) -> Fetching | None:
 
 
 def parse_progress(text: bytes) -> Download | None:
-    """None where the pod does not download (yet). Raises ValueError for anything but the answer of a fetch."""
-    try:
-        progress = json.loads(text)
-        if progress["phase"] != "downloading":
-            return None
-        download = Download(int(progress["done_bytes"]), int(progress["total_bytes"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no answer of llmservice fetch: {type(error).__name__} {error}") from error
+    """Of `llmservice fetch`; None where the pod does not download (yet). Raises one of `_MALFORMED` for other texts."""
+    progress = json.loads(text)
+    if progress["phase"] != "downloading":
+        return None
+    download = Download(int(progress["done_bytes"]), int(progress["total_bytes"]))
     if not 0 <= download.done_bytes <= download.total_bytes:
-        raise ValueError(f"no answer of llmservice fetch: {download}")
+        raise ValueError(f"no progress of a download: {download}")
     return download
 
 
@@ -81,12 +83,19 @@ class PodAdapter:
 
 
 def parse_adapters(text: bytes) -> list[PodAdapter]:
-    """Of a server's GET /sizing. Raises ValueError for anything else."""
-    try:
-        found = json.loads(text)["adapters"]
-        return [PodAdapter(str(one["name"]), one["uri"], str(one["version"]), one["error"]) for one in found]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no adapters of llmservice serve: {type(error).__name__} {error}") from error
+    """Of a server's GET /sizing, as the next two. Each raises one of `_MALFORMED` for anything else."""
+    found = json.loads(text)["adapters"]
+    return [PodAdapter(str(one["name"]), one["uri"], str(one["version"]), one["error"]) for one in found]
+
+
+def parse_steps(text: bytes) -> Sequence[StepGroup]:
+    return read_steps(json.loads(text))
+
+
+def parse_compile_s(text: bytes) -> float:
+    """0 where the server does not report it."""
+    seconds = float(json.loads(text).get("compile_s", 0.0))
+    return seconds if 0 <= seconds < math.inf else 0.0
 
 
 class PodModels:
@@ -102,7 +111,7 @@ class PodModels:
     async def fetching(self, pods: Iterable[Pod]) -> Fetching | None:
         """The progress of the pods' downloads; None without downloads."""
         busy = [pod for pod in pods if pod.fetching and not pod.terminating]
-        answers = await asyncio.gather(*(self._progress(pod) for pod in busy))
+        answers = await asyncio.gather(*(self._read(pod, "progress", parse_progress) for pod in busy))
         return together(len(busy), [one for one in answers if one is not None])
 
     async def report(self, pods: Iterable[Pod], model: str) -> SizingReport | None:
@@ -112,13 +121,7 @@ class PodModels:
             key = (pod.uid, pod.restarts)
             if key in self._reports:
                 return self._reports[key]
-            text = await self._get(pod, "sizing")
-            try:
-                report = None if text is None else parse_report(text)
-            except ValueError as error:
-                logger.debug("pod %s: %s", pod.name, error)
-                continue
-            if report is not None:
+            if (report := await self._read(pod, "sizing", parse_report)) is not None:
                 self._reports[key] = report
                 for surplus in list(self._reports)[:-_KEPT]:
                     del self._reports[surplus]
@@ -134,12 +137,7 @@ class PodModels:
         known = self._steps.get(pod.uid)
         if known is not None and 0 <= now - known[0] < _STEPS_EVERY_S:
             return known[1]
-        text = await self._get(pod, "sizing")
-        try:
-            steps = () if text is None else read_steps(json.loads(text))
-        except (ValueError, AttributeError, RecursionError) as error:
-            logger.debug("pod %s: no times of steps: %s", pod.name, error)
-            steps = ()
+        steps = await self._read(pod, "sizing", parse_steps) or ()
         self._steps[pod.uid] = now, steps
         for surplus in list(self._steps)[:-_KEPT]:
             del self._steps[surplus]
@@ -148,43 +146,22 @@ class PodModels:
     async def adapters(self, pods: Iterable[Pod]) -> dict[str, list[PodAdapter]]:
         """By pod; a pod that cannot be read has none."""
         serving = [pod for pod in pods if pod.serves]
-        answers = await asyncio.gather(*(self._adapters(pod) for pod in serving))
-        return {pod.name: answer for pod, answer in zip(serving, answers, strict=True)}
+        answers = await asyncio.gather(*(self._read(pod, "sizing", parse_adapters) for pod in serving))
+        return {pod.name: answer or [] for pod, answer in zip(serving, answers, strict=True)}
 
     async def compile_s(self, pod: Pod) -> float:
         """How long a server compiled kernels when it started; 0 where it does not report that."""
-        text = await self._get(pod, "sizing")
-        try:
-            seconds = float(json.loads(text or b"{}").get("compile_s", 0.0))
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            logger.debug("pod %s: no time of compiling: %s", pod.name, error)
-            return 0.0
-        return seconds if 0 <= seconds < math.inf else 0.0
+        return await self._read(pod, "sizing", parse_compile_s) or 0.0
 
-    async def _adapters(self, pod: Pod) -> list[PodAdapter]:
-        text = await self._get(pod, "sizing")
-        try:
-            return [] if text is None else parse_adapters(text)
-        except ValueError as error:
-            logger.debug("pod %s: %s", pod.name, error)
-            return []
-
-    async def _progress(self, pod: Pod) -> Download | None:
-        text = await self._get(pod, "progress")
-        try:
-            return None if text is None else parse_progress(text)
-        except ValueError as error:
-            logger.debug("pod %s: %s", pod.name, error)
-            return None
-
-    async def _get(self, pod: Pod, path: str) -> bytes | None:
+    async def _read(self, pod: Pod, path: str, parse: Callable[[bytes], _T]) -> _T | None:
+        """What a pod answers; None where it does not answer, or not as its server or its download would."""
         if pod.ip is None:
             return None
         url = f"http://{f'[{pod.ip}]' if ':' in pod.ip else pod.ip}:{self._port}/{path}"
         try:
             async with self._session.get(url, timeout=self._timeout) as response:
                 response.raise_for_status()
-                return await read_bounded(response, _ANSWER_LIMIT_BYTES)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            logger.debug("pod %s: no %s: %s", pod.name, path, error)
+                return parse(await read_bounded(response, _ANSWER_LIMIT_BYTES))
+        except (aiohttp.ClientError, TimeoutError, *_MALFORMED) as error:
+            logger.debug("pod %s: no %s: %s %s", pod.name, path, type(error).__name__, error)
             return None

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llmservice_operator.pods.pod_model import Download, Fetching, PodAdapter, PodModels, parse_progress, together
+from llmservice_operator.pods.pod_model import Download, Fetching, PodAdapter, PodModels, together
 
 GIB = 2**30
 MODEL = "pvc://weights/tiny"
@@ -45,23 +45,19 @@ def test_downloads_are_summed_up_in_steps(pods: int, downloads: list[Download], 
     assert together(pods, downloads) == expected
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"[]", b"{}", b'{"phase": "downloading"}', b'{"phase":"downloading","done_bytes":9,"total_bytes":1}']
-)
-def test_invalid_progress_is_refused(text: bytes) -> None:
-    with pytest.raises(ValueError, match="no answer of llmservice fetch"):
-        parse_progress(text)
-
-
 class Server:
     """One pod's port: a fetch at first, a server later."""
 
     def __init__(self) -> None:
         self.port = 0
         self.asked: list[str] = []
+        self.text: str | None = None
+        """What it answers instead."""
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
+        if self.text is not None:
+            return web.Response(text=self.text)
         if request.path == "/progress":
             return web.json_response({"phase": "downloading", "done_bytes": 50, "total_bytes": 100})
         return web.json_response(REPORT)
@@ -138,3 +134,30 @@ async def test_the_times_of_steps_are_read_once_a_minute_from_the_oldest_pod(
 async def test_each_serving_pod_reports_its_adapters(pod_models: PodModels, pod_named: Any) -> None:
     pods = [pod_named("a", ip="127.0.0.1"), pod_named("b", ip="127.0.0.2"), pod_named("c", ready=False)]
     assert await pod_models.adapters(pods) == {"a": [PodAdapter("poet", "hf://o/p", "abc")], "b": []}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 5000,
+        '{"phase": "downloading"}',
+        '{"phase": "downloading", "done_bytes": 9, "total_bytes": 1}',
+        '{"phase": "downloading", "done_bytes": 0, "total_bytes": Infinity}',
+        '{"max_num_seqs": Infinity, "memory_bytes": {}, "compile_s": 1' + "0" * 400 + "}",
+        '{"steps": [{"steps": Infinity}], "adapters": [{"name": 1}]}',
+    ],
+)
+async def test_an_answer_of_something_else_is_no_answer(
+    pod_models: PodModels, server: Server, pod_named: Any, text: str
+) -> None:
+    server.text = text
+    pod = pod_named("a", ip="127.0.0.1", model=MODEL)
+
+    assert await pod_models.fetching([pod_named("b", ip="127.0.0.1", fetching=True)]) == Fetching(1)
+    assert await pod_models.report([pod], MODEL) is None
+    assert await pod_models.steps([pod], MODEL, 10.0) == ()
+    assert await pod_models.adapters([pod]) == {"a": []}
+    assert await pod_models.compile_s(pod) == 0.0
