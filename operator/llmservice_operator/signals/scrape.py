@@ -86,14 +86,14 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
     model_code: str | None = None
     fallbacks: list[str] = []
     for name, labels, value in samples:
-        if math.isnan(value):
+        if not math.isfinite(value):
             continue
         if name in buckets:
-            buckets[name][float(labels["le"])] += value
+            buckets[name][_bound(labels)] += value
         elif name == MEMORY:
             weights = value if labels.get("kind") == "weights" else weights
         elif name == KERNEL_FALLBACK:
-            fallbacks += [labels["part"]] if value else []
+            fallbacks += [labels.get("part", "")] if value else []
         elif name == MODEL_INFO:
             model_code = labels.get("model_code")
         elif name in SERIES:
@@ -124,6 +124,13 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         batch_waiting=lanes[WAITING],
         batch_running=lanes.get(RUNNING, None if totals[RUNNING] else 0.0),
     )
+
+
+def _bound(labels: Mapping[str, str]) -> float:
+    try:
+        return float(labels["le"])
+    except (KeyError, ValueError) as error:
+        raise ScrapeError(f"a bucket without a bound: {error!r}") from error
 
 
 def _demand(counters: Mapping[str, float]) -> Demand:

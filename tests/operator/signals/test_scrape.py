@@ -71,9 +71,17 @@ def test_metrics_of_another_server_are_refused(text: str) -> None:
         parse_exposition(text, 0.0)
 
 
-def test_not_a_number_counts_as_missing() -> None:
+@pytest.mark.parametrize("value", ["NaN", "+Inf"])
+def test_a_value_that_is_not_finite_counts_as_missing(value: str) -> None:
     with pytest.raises(ScrapeError):
-        parse_exposition(EXPOSITION.replace("running 3", "running NaN"), 0.0)
+        parse_exposition(EXPOSITION.replace("running 3", f"running {value}"), 0.0)
+    assert parse_exposition(f"{EXPOSITION}llmservice_kv_cache_blocks {value}\n", 0.0).kv_blocks == 100
+
+
+@pytest.mark.parametrize("labels", ["", '{le="wide"}'])
+def test_buckets_without_a_bound_are_refused(labels: str) -> None:
+    with pytest.raises(ScrapeError):
+        parse_exposition(f"{EXPOSITION}llmservice_time_to_first_token_seconds_bucket{labels} 1\n", 0.0)
 
 
 def test_a_lane_without_a_series_is_empty() -> None:
