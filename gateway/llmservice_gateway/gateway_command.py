@@ -8,7 +8,7 @@ import math
 import os
 from pathlib import Path
 
-from llmservice_planner.command import Command, port
+from llmservice_planner.command import Command, port, positive
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drain-timeout",
-        type=float,
+        type=_seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long requests may finish after SIGTERM",
@@ -36,21 +36,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--read-timeout",
-        type=_seconds,
+        type=_positive_seconds,
         default=600.0,
         metavar="SECONDS",
         help="how long a pod may stay silent in the middle of an answer",
     )
     parser.add_argument(
         "--client-timeout",
-        type=_seconds,
+        type=_positive_seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long a client may take to send a request's head, or its body (408), or to read what it is sent",
     )
     parser.add_argument(
         "--hold-timeout",
-        type=_seconds_or_none,
+        type=_seconds,
         default=600.0,
         metavar="SECONDS",
         help="how long a request waits for a service without a ready pod, which it starts; 0: not at all",
@@ -104,7 +104,7 @@ def _add_key_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _seconds_or_none(text: str) -> float:
+def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -114,10 +114,8 @@ def _seconds_or_none(text: str) -> float:
     return seconds
 
 
-def _seconds(text: str) -> float:
-    if not (seconds := _seconds_or_none(text)):
-        raise argparse.ArgumentTypeError("expected more than 0 seconds")
-    return seconds
+def _positive_seconds(text: str) -> float:
+    return positive(text, text, "a number of seconds above 0")
 
 
 def _run(args: argparse.Namespace) -> int:

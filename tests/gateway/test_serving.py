@@ -168,7 +168,16 @@ async def test_half_a_certificate_is_one_clear_sentence(served: tuple[Any, APISe
     assert "--tls-cert and --tls-key belong together" in log.splitlines()[-1]
 
 
-@pytest.mark.parametrize("flag", [["--client-timeout", "0"], ["--read-timeout", "nan"], ["--hold-timeout", "soon"]])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        ["--client-timeout", "0"],
+        ["--read-timeout", "nan"],
+        ["--hold-timeout", "soon"],
+        ["--drain-timeout", "nan"],
+        ["--drain-timeout", "-1"],
+    ],
+)
 def test_times_that_are_none_are_refused(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     COMMAND.add_arguments(parser)
