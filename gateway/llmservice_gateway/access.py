@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,8 +13,6 @@ from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError, unavailable
 from llmservice_gateway.routes import Backend, Route
 from llmservice_gateway.signing import Signer
-
-logger = logging.getLogger(__name__)
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
@@ -97,13 +94,7 @@ class Access:
         """Whether the key may use the model; /v1/models lists only those."""
         return key.policy.allows(route.namespace, route.served_name)
 
-    async def admit(
-        self,
-        key: Key,
-        model: str,
-        route: Route,
-        demand: Demand,
-    ) -> Admission:
+    async def admit(self, key: Key, model: str, route: Route, demand: Demand) -> Admission:
         """Raises 403 or 429, with headers."""
         if not self.may_use(key, route):
             message = f"The API key {key.name} may not use the model `{model}`: GET /v1/models lists those that it may."

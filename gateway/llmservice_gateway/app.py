@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +15,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from llmservice_gateway.inference import INFERENCE_PATHS, AccessControl, GatewayConfig, Inference
+from llmservice_gateway.access import Access
+from llmservice_gateway.inference import INFERENCE_PATHS, GatewayConfig, Inference
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError
 from llmservice_gateway.reply import Receive, Send
@@ -69,7 +71,7 @@ class Gateway:
         self,
         routing: Routing,
         config: GatewayConfig | None = None,
-        access: AccessControl | None = None,
+        access: Access | None = None,
         metrics: GatewayMetrics | None = None,
     ) -> None:
         self._routing = routing
@@ -121,27 +123,29 @@ class Gateway:
         @router.get("/v1/models")
         async def models(request: Request) -> Models:
             """The models that the caller may use."""
-            key = None if self._access is None else self._access.identify(request.headers)
-            listed = self._routing.table.models()
-            return Models(data=[_model(name, route) for name, route in listed if self._may_use(key, route)])
+            is_allowed = self._is_allowed(request)
+            return Models(data=[_model(*each) for each in self._routing.table.models() if is_allowed(each[1])])
 
         @router.get("/v1/models/{model:path}")
         async def model(model: str, request: Request) -> Model:
             """One of them."""
-            key = None if self._access is None else self._access.identify(request.headers)
+            is_allowed = self._is_allowed(request)
             try:
                 route = self._routing.table.find(model)
             except ModelNotFoundError as error:
                 raise GatewayError(404, str(error), "model_not_found", "model") from None
-            if not self._may_use(key, route):
+            if not is_allowed(route):
                 message = f"The model `{model}` does not exist, or this key may not use it."
                 raise GatewayError(404, message, "model_not_found", "model")
             return _model(model, route)
 
         return router
 
-    def _may_use(self, key: Any, route: Route) -> bool:
-        return self._access is None or self._access.may_use(key, route)
+    def _is_allowed(self, request: Request) -> Callable[[Route], bool]:
+        """Whether the sender may use a model. Raises 401, and 503 until the keys have been read."""
+        if self._access is None:
+            return lambda _: True
+        return partial(self._access.may_use, self._access.identify(request.headers))
 
     def _probe_router(self) -> APIRouter:
         router = APIRouter(tags=["probes"])

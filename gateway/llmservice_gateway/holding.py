@@ -92,7 +92,7 @@ class Holding:
 
     def can_hold(self, route: Route) -> bool:
         """Whether a pod can be expected, and requests are held at all."""
-        return self._limits.timeout_s > 0 and any(service.is_awaited for service in route.services)
+        return self._limits.timeout_s > 0 and _is_awaited(route)
 
     def report(self) -> dict[str, Mapping[str, float]]:
         """By `namespace/name` of the LLMService: the number of held requests, their tokens, and the oldest's age."""
@@ -197,7 +197,7 @@ class Holding:
             self._body_bytes -= size
             self._metrics.held.labels(model).dec()
             self._metrics.held_seconds.labels(model, outcome).observe(self._clock() - held.since_s)
-            if held.outcome.done() and not held.outcome.cancelled():
+            if held.outcome.done():
                 held.outcome.exception()  # seen, also where the client left meanwhile
 
     def _has_room(self, backends: list[Backend], released: int) -> bool:

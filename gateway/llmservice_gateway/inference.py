@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.datastructures import Headers
 
-from llmservice_gateway.demand import Demand, Estimator, Usage, affinity
+from llmservice_gateway.access import Access, Admission
+from llmservice_gateway.demand import Estimator, Usage, affinity
 from llmservice_gateway.holding import Holding, HoldLimits
+from llmservice_gateway.keys import Key
 from llmservice_gateway.metrics import UNKNOWN_MODEL, GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError, unavailable
 from llmservice_gateway.proxy import TIMEOUT_HEADER, PodRequest, Proxy
 from llmservice_gateway.reply import BrokenAnswerError, Receive, Reply, Send
-from llmservice_gateway.routes import Backend, ModelNotFoundError, Route
+from llmservice_gateway.routes import ModelNotFoundError, Route
 from llmservice_gateway.routing import Routing
-
-logger = logging.getLogger(__name__)
 
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions")
 INFERENCE_PATHS = (*GENERATING_PATHS, "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score")
@@ -36,40 +35,6 @@ LONGEST_REQUEST_ID = 128
 CLIENT_LEFT = "499"
 _DISCARDED_BYTES = 64 * 1024**2
 """Of a body that is too large: clients that are still sending when the connection is closed do not see the answer."""
-
-
-class Admission(Protocol):
-    """A request that its key's limits allow."""
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """For the response: x-ratelimit-*."""
-
-    def pod_headers(self, backend: Backend) -> Mapping[str, str]:
-        """For the request to this pod, made at each attempt: what they prove is short-lived and for one service."""
-
-    async def settle(self, usage: Usage | None) -> None:
-        """The request has ended; `usage` is None where no pod reported one."""
-
-
-class AccessControl(Protocol):
-    """Who may use what, and how much. Its errors are GatewayErrors. A gateway without one is open."""
-
-    def identify(self, headers: Mapping[str, str]) -> Any:
-        """The key of a request; raises 401. `headers` finds names in any case."""
-
-    def may_use(self, key: Any, route: Route) -> bool:
-        """Whether /v1/models lists the model for this key."""
-
-    async def admit(self, key: Any, model: str, route: Route, demand: Demand) -> Admission:
-        """Raises 403 or 429, with headers."""
-
-    def answered(self, key: Any, model: str, code: str) -> None:
-        """A request has been answered with this status, or refused."""
-
-    @property
-    def unready(self) -> str | None:
-        """Why no request should be sent here yet; None: they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +61,7 @@ class Inference:
         routing: Routing,
         metrics: GatewayMetrics,
         config: GatewayConfig,
-        access: AccessControl | None = None,
+        access: Access | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._routing = routing
@@ -119,7 +84,7 @@ class Inference:
         request_id = _request_id(headers)
         reply.headers.append((b"x-request-id", request_id.encode("latin-1")))
         model, code = UNKNOWN_MODEL, CLIENT_LEFT
-        key = None
+        key: Key | None = None
         try:
             try:
                 key = self._access.identify(headers) if self._access is not None else None
@@ -155,7 +120,7 @@ class Inference:
                 self._access.answered(key, model, code)
 
     async def _answer(
-        self, request: PodRequest, payload: dict[str, Any], key: Any, receive: Receive, reply: Reply
+        self, request: PodRequest, payload: dict[str, Any], key: Key | None, receive: Receive, reply: Reply
     ) -> None:
         route = request.find()
         name = f"{route.namespace}/{route.served_name}"
@@ -164,7 +129,7 @@ class Inference:
         generates = request.path.partition("?")[0] in GENERATING_PATHS
         demand = estimator.demand(payload, generates=generates, affinity=affinity(name, payload, session))
         admission: Admission | None = None
-        if self._access is not None:
+        if self._access is not None and key is not None:
             admission = await self._access.admit(key, request.model, route, demand)
             reply.headers += [(name.lower().encode(), value.encode()) for name, value in admission.headers.items()]
             request.pod_headers = admission.pod_headers
