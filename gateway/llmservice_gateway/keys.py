@@ -7,7 +7,6 @@ slow hash for passwords would slow down, and it is computed for each request.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import logging
 import re
@@ -157,7 +156,7 @@ def _field(secret: Manifest, name: str, default: str | None = None) -> str:
         return default
     try:
         return base64.b64decode(encoded, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:
         raise BadKeyError(f"{name} is not UTF-8 in base64") from None
 
 

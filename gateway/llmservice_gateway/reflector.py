@@ -21,6 +21,16 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client import ApiException
 from kubernetes.aio.watch import Watch
 
+logger = logging.getLogger(__name__)
+
+LIST_TIMEOUT_S = 30
+WATCH_GRACE_S = 30
+WATCH_S = 240
+"""The server ends a watch after this time; a connection that died silently is noticed by then."""
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
+
+Object = dict[str, Any]
 # What the client raises, beside ConfigException, for a file that cannot be read or is no kubeconfig.
 _KUBECONFIG_ERRORS = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, KeyError)
 
@@ -86,18 +96,6 @@ class KubernetesAPI:
             reason = (await answer.response.read()).decode(errors="replace")[:500]
             raise client.ApiException(status=answer.status, reason=reason)
         return answer.response
-
-
-logger = logging.getLogger(__name__)
-
-LIST_TIMEOUT_S = 30
-WATCH_GRACE_S = 30
-WATCH_S = 240
-"""The server ends a watch after this time; a connection that died silently is noticed by then."""
-FIRST_BACKOFF_S = 0.5
-LONGEST_BACKOFF_S = 30.0
-
-Object = dict[str, Any]
 
 
 class Reflector:

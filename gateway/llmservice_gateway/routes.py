@@ -275,4 +275,4 @@ def _port(pod: Manifest) -> int:
 
 
 def _epoch(timestamp: str | None) -> int:
-    return int(datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()) if timestamp else 0
+    return int(datetime.fromisoformat(timestamp).timestamp()) if timestamp else 0

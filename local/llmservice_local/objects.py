@@ -63,4 +63,4 @@ def timestamp(moment: datetime | None = None) -> str:
 
 
 def seconds_since(stamp: str, now: datetime) -> float:
-    return (now - datetime.fromisoformat(stamp.replace("Z", "+00:00"))).total_seconds()
+    return (now - datetime.fromisoformat(stamp)).total_seconds()

@@ -82,7 +82,7 @@ def age(timestamp: str | None, now: datetime) -> str:
     """The age of a timestamp in kubectl's format: `45s`, `3m2s`, `5h`, `12d`."""
     if not timestamp:
         return "<unknown>"
-    moment = datetime.fromisoformat(timestamp.replace("Z", "+00:00"))
+    moment = datetime.fromisoformat(timestamp)
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     seconds = max(0, int((now - moment).total_seconds()))

@@ -163,4 +163,4 @@ def _cost(metadata: Object) -> int:
 
 def _reversed(stamp: str) -> float:
     """A sort key that puts later times first."""
-    return -datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp() if stamp else 0.0
+    return -datetime.fromisoformat(stamp).timestamp() if stamp else 0.0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import ipaddress
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -193,7 +192,7 @@ def _loaded(secret: Manifest) -> x509.Certificate | None:
 def _decoded(secret: Manifest, name: str) -> bytes:
     try:
         return base64.b64decode((secret.get("data") or {}).get(name) or "", validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         return b""
 
 
