@@ -61,7 +61,7 @@ def write_options(query: Mapping[str, str], user_agent: str, *, apply: bool = Fa
         raise ApiError(422, "Invalid", message)
     return WriteOptions(
         manager=manager or user_agent.partition("/")[0] or "unknown",
-        force=_truth(query, "force"),
+        force=is_set(query, "force"),
         field_validation=validation,
         dry_run=_dry_run(query.get("dryRun")),
     )
@@ -96,7 +96,8 @@ def resource_version(query: Mapping[str, str]) -> int | None:
     return int(value) or None
 
 
-def _truth(query: Mapping[str, str], name: str) -> bool:
+def is_set(query: Mapping[str, str], name: str) -> bool:
+    """Whether a boolean parameter is true."""
     return query.get(name, "").lower() in {"1", "t", "true"}
 
 
@@ -109,9 +110,4 @@ def _dry_run(value: str | None) -> bool:
 
 
 def is_watch(query: Mapping[str, str]) -> bool:
-    return _truth(query, "watch")
-
-
-def wants(query: Mapping[str, str], name: str) -> bool:
-    """Whether a boolean parameter is set."""
-    return _truth(query, name)
+    return is_set(query, "watch")

@@ -26,10 +26,10 @@ from llmservice_local.api.registry import APPLY_PATCH, DeleteOptions, Registry, 
 from llmservice_local.api.request import (
     Target,
     delete_options,
+    is_set,
     is_watch,
     parse_path,
     resource_version,
-    wants,
     write_options,
 )
 from llmservice_local.api.table import table
@@ -57,28 +57,27 @@ class Api:
 
 
 @asynccontextmanager
-async def serve_api(
-    registry: Registry | None = None, host: str = "127.0.0.1", port: int = 0, audit: Path | None = None
-) -> AsyncIterator[Api]:
-    """Serve the emulated API on a loopback address until the block ends; port 0 selects a free one.
+async def serve_api(registry: Registry | None = None, port: int = 0, audit: Path | None = None) -> AsyncIterator[Api]:
+    """Serve the emulated API on 127.0.0.1 until the block ends; port 0 selects a free one.
 
     `audit` is the file of the audit log.
     """
     registry = registry or Registry()
     with ExitStack() as stack:
         log = stack.enter_context(closing(AuditLog(audit))) if audit is not None else None
-        async with ClientSession(timeout=ClientTimeout(total=None, connect=5)) as session:
-            application = _application(_Handler(registry, session, Guard(registry, log)))
-            async with _served(application, host, port) as bound:
-                yield Api(f"http://{host}:{bound}", registry)
+        async with (
+            ClientSession(timeout=ClientTimeout(total=None, connect=5)) as session,
+            _served(api_application(registry, session, audit=log), port) as bound,
+        ):
+            yield Api(f"http://127.0.0.1:{bound}", registry)
 
 
 @asynccontextmanager
-async def _served(application: web.Application, host: str, port: int) -> AsyncIterator[int]:
+async def _served(application: web.Application, port: int) -> AsyncIterator[int]:
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port, reuse_address=True)
+        site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
         await site.start()
         bound: int = runner.addresses[0][1]
         yield bound
@@ -87,13 +86,10 @@ async def _served(application: web.Application, host: str, port: int) -> AsyncIt
 
 
 def api_application(
-    registry: Registry, session: ClientSession, middlewares: Sequence[Middleware] = ()
+    registry: Registry, session: ClientSession, middlewares: Sequence[Middleware] = (), audit: AuditLog | None = None
 ) -> web.Application:
     """The API as an aiohttp application; `session` is used to call nodes (logs) and webhooks."""
-    return _application(_Handler(registry, session, Guard(registry, None)), middlewares)
-
-
-def _application(handler: _Handler, middlewares: Sequence[Middleware] = ()) -> web.Application:
+    handler = _Handler(registry, session, Guard(registry, audit))
     application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     application.router.add_route("*", "/{path:.*}", handler.handle)
     return application
@@ -217,8 +213,8 @@ class _Handler:
             lambda obj: labels(obj) and fields(obj) and (not name or obj["metadata"]["name"] == name),
             resource_version(query),
             float(timeout) if timeout.isdigit() and int(timeout) else WATCH_TIMEOUT_S,
-            wants(query, "allowWatchBookmarks"),
-            wants(query, "sendInitialEvents"),
+            is_set(query, "allowWatchBookmarks"),
+            is_set(query, "sendInitialEvents"),
         )
         include = _table_wanted(request)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})

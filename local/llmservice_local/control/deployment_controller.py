@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from llmservice_local.client import DEPLOYMENTS, REPLICA_SETS
 from llmservice_local.control.controller import Controller
 from llmservice_local.control.rollout import ReplicaSetState, Scaling, plan_rollout, resolve
-from llmservice_local.errors import ApiError
 from llmservice_local.objects import Object, condition_of, controller_reference, owned_by, seconds_since, timestamp
 
 REVISION = "deployment.kubernetes.io/revision"
@@ -135,11 +134,7 @@ class DeploymentController(Controller):
         ]
         surplus = len(empty) - deployment["spec"].get("revisionHistoryLimit", 10)
         for rs in empty[: max(0, surplus)]:
-            try:
-                await self.client.delete(REPLICA_SETS, rs)
-            except ApiError as error:
-                if error.code != 404:
-                    raise
+            await self.client.delete(REPLICA_SETS, rs)
 
 
 def template_hash(template: Object) -> str:

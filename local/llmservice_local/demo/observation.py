@@ -55,7 +55,7 @@ class Observer:
         self._started = time.perf_counter()
         self.observations: list[Observation] = []
         self.decisions: dict[str, dict[str, Any]] = {}
-        """Every decision seen in the status, by its time; the status only has the last five."""
+        """Every decision seen in the status, by its time; the status has only the last of them."""
 
     def start_clock(self) -> None:
         """Set time zero, the start of the traffic."""

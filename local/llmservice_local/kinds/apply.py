@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from llmservice_local.errors import ApiError
@@ -181,31 +181,24 @@ Owners = dict[Manager, frozenset[Path]]
 
 
 def read_owners(obj: Mapping[str, Any]) -> Owners:
-    owners: Owners = {}
-    for entry in obj["metadata"].get("managedFields") or []:
-        manager = Manager(
-            entry.get("manager", ""), entry["operation"], entry["apiVersion"], entry.get("subresource", "")
-        )
-        owners[manager] = frozenset(from_fields_v1(entry.get("fieldsV1") or {}))
-    return owners
+    return {manager: frozenset(from_fields_v1(entry.get("fieldsV1") or {})) for manager, entry in _entries(obj).items()}
+
+
+def _entries(obj: Mapping[str, Any]) -> dict[Manager, Object]:
+    return {
+        Manager(one.get("manager", ""), one["operation"], one["apiVersion"], one.get("subresource", "")): one
+        for one in obj["metadata"].get("managedFields") or []
+    }
 
 
 def with_owners(obj: Object, owners: Owners, now: str) -> Object:
     """The object with these owners in `managedFields`; an entry with unchanged fields keeps its time."""
-    before = {
-        (entry.get("manager"), entry["operation"], entry["apiVersion"], entry.get("subresource", "")): entry
-        for entry in obj["metadata"].get("managedFields") or []
-    }
-    order = list(before)
+    before = _entries(obj)
+    order = {manager: index for index, manager in enumerate(before)}
     entries = []
-
-    def position(manager: Manager) -> int:
-        key = (manager.name, manager.operation, manager.api_version, manager.subresource)
-        return order.index(key) if key in order else len(order)
-
-    for manager, paths in sorted(owners.items(), key=lambda item: position(item[0])):
+    for manager, paths in sorted(owners.items(), key=lambda item: order.get(item[0], len(order))):
         fields = to_fields_v1(paths)
-        known = before.get((manager.name, manager.operation, manager.api_version, manager.subresource))
+        known = before.get(manager)
         if known is not None and known.get("fieldsV1") == fields:
             entries.append(known)
             continue
@@ -227,7 +220,6 @@ def owners_after_update(
     before: Object | None, after: Object, schema: Schema, owners: Owners, manager: Manager
 ) -> Owners:
     """The owners after a create, update or patch: changed fields belong to the writer, removed ones to no manager."""
-    manager = replace(manager, operation="Update")
     old = fields_of(before, schema) if before is not None else {}
     new = fields_of(after, schema)
     changed = frozenset(path for path, value in new.items() if path not in old or old[path] != value)

@@ -145,10 +145,6 @@ class Kinds:
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
         return kind
 
-    def by_kind(self, api_version: str, name: str) -> Kind | None:
-        """The kind of an owner reference or a manifest, or None if it is not served."""
-        return next((kind for kind in self if kind.api_version == api_version and kind.name == name), None)
-
     def group_versions(self) -> dict[str, list[str]]:
         """Every group with its versions; the core group is the empty string."""
         groups: dict[str, list[str]] = {}
