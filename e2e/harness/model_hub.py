@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from pathlib import Path
 
 from harness.file_server import FileServer, Request, Response
 
@@ -32,10 +31,6 @@ class ModelHub(FileServer):
         super().__init__()
         self.files = dict(files)
         self.token = "hf_secret"
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> ModelHub:
-        return cls({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
 
     def find(self, request: Request) -> Response:
         match = re.fullmatch(

@@ -241,7 +241,7 @@ _WIDTH = 100
 _WIDE = 20  # a range of latencies that is shown on a logarithmic axis
 
 
-def curve_text(curve: Curve, *, chart: bool = True) -> str:
+def curve_text(curve: Curve) -> str:
     """The table with its marks, and a chart for a terminal."""
     typical = curve.typical
     lines = [
@@ -254,7 +254,7 @@ def curve_text(curve: Curve, *, chart: bool = True) -> str:
         marks = "".join(f"  <- {mark}" for mark in _marks(curve, point.num_seqs))
         lines.append(f"  {point.num_seqs:>9}{point.tokens_per_s:>10,.0f}{times}  {point.bound:<8}{marks}".rstrip())
     lines += ["", *(f"  {line}" for line in _summary(curve))]
-    if chart and len(curve.points) > 1:
+    if len(curve.points) > 1:
         lines += ["", *_text_charts(curve)]
     return "\n".join(lines)
 

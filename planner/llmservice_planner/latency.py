@@ -254,10 +254,6 @@ class LatencyModel:
             start += size
         return seconds
 
-    def is_compute_bound(self, num_tokens: int) -> bool:
-        """Whether the arithmetic of a step of `num_tokens` takes longer than reading the weights for it."""
-        return self.token_s * num_tokens > self._weights_s(num_tokens)
-
     def _base_s(self, num_seqs: float, tokens: float) -> float:
         matrices_s = max(self._weights_s(tokens), self.token_s * tokens)
         return self.step_s + self.sequence_s * num_seqs + self.transfer_s * tokens + matrices_s

@@ -271,7 +271,7 @@ class Fleet:
             self.totals.leave(now)
             if request.outcome == "finished":
                 self._balancer.learn(ticket)
-                self.totals.finish(request.prompt_tokens, request.num_tokens)
+                self.totals.finish(request.num_tokens)
         if ended:
             self._rebalance(now)
             self._release_held(now)

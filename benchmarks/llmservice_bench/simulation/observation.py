@@ -19,7 +19,6 @@ class Totals:
     arrived: int = 0
     arrived_prompt_tokens: int = 0
     finished: int = 0
-    finished_prompt_tokens: int = 0
     finished_output_tokens: int = 0
     in_flight: int = 0
     """Requests that have arrived and not ended, those that are held included."""
@@ -32,9 +31,8 @@ class Totals:
         self.arrived_prompt_tokens += prompt_tokens
         self.in_flight += 1
 
-    def finish(self, prompt_tokens: int, output_tokens: int) -> None:
+    def finish(self, output_tokens: int) -> None:
         self.finished += 1
-        self.finished_prompt_tokens += prompt_tokens
         self.finished_output_tokens += output_tokens
 
     def leave(self, now: float) -> None:

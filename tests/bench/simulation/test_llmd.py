@@ -37,7 +37,6 @@ def seen(time_s: float, arrived: int, finished: int) -> Observation:
         arrived=arrived,
         arrived_prompt_tokens=1000 * arrived,
         finished=finished,
-        finished_prompt_tokens=1000 * finished,
         finished_output_tokens=100 * finished,
     )
     return Observation(now_s=time_s, replicas=1, pods=(), scrapes={}, held=Held(), totals=totals)
