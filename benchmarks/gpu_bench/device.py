@@ -34,7 +34,7 @@ class GPUDevice(Protocol):
     def for_planner(self) -> Device:
         """The planner's description of the device."""
 
-    def timings_s(self, work: Work, count: int, warm_ups: int = 2) -> list[float]:
+    def timings_s(self, work: Work, count: int) -> list[float]:
         """Seconds per call of `work`, for `count` calls that the host launches without waiting."""
 
     def device_s(self, work: Work) -> float:
@@ -77,6 +77,7 @@ def host_seconds(gpu: GPUDevice, work: Work, repetitions: int = 5) -> float:
 
 
 _LESS_BYTES = 64 << 20
+_WARM_UPS = 2
 _LAUNCH = re.compile(r"cu(da)?(Launch(Cooperative)?Kernel|GraphLaunch)")
 
 
@@ -96,8 +97,8 @@ class CudaDevice:
         except UnknownGPU:
             return GPU(self.name, self.total_bytes)
 
-    def timings_s(self, work: Work, count: int, warm_ups: int = 2) -> list[float]:
-        for _ in range(warm_ups):
+    def timings_s(self, work: Work, count: int) -> list[float]:
+        for _ in range(_WARM_UPS):
             work()
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
         ends[0].record()

@@ -54,8 +54,8 @@ class CPUDevice:
     def for_planner(self) -> Device:
         return cpu_device(self.total_bytes)
 
-    def timings_s(self, work: Work, count: int, warm_ups: int = 0) -> list[float]:
-        return [self._elapsed_s(work) for _ in range(warm_ups + min(count, 2))][warm_ups:]
+    def timings_s(self, work: Work, count: int) -> list[float]:
+        return [self._elapsed_s(work) for _ in range(min(count, 2))]
 
     def device_s(self, work: Work) -> float:
         return self._elapsed_s(work)

@@ -166,28 +166,22 @@ def _verdicts(
     ready = ready_verdict(
         deployment, outcome.desired, pods, sizing, held_up, autoscaled=autoscaled, decision=outcome.decision
     )
-    adapters = adapters_verdict(service.spec.adapters, outcome.adapters)
-    taken = name_verdict(service.served_name, service.namespace, outcome.name_holder)
     progressing = progressing_verdict(deployment, outcome.desired, pods, sizing, blocked)
-    return [
+    pool = inference_pool_verdict(outcome.pool, installed=outcome.pools_installed)
+    found = [
         _settled(service, while_fetching(ready, outcome.fetching, service.spec.model.uri), outcome),
         progressing,
         stalled_verdict(ready, progressing),
         sizing_verdict(sizing),
         _scaling(service, pods, outcome),
         outcome.slo,
-        *([taken] if taken else []),
-        *([access_verdict(service.spec.access)] if outcome.gateway_signs else []),
-        *_degraded(service, outcome.load),
-        *([adapters] if adapters else []),
-        *_inference_pool(service, outcome),
+        name_verdict(service.served_name, service.namespace, outcome.name_holder),
+        access_verdict(service.spec.access) if outcome.gateway_signs else None,
+        _degraded(service, outcome.load),
+        adapters_verdict(service.spec.adapters, outcome.adapters),
+        pool if service.spec.gateway.inference_pool else None,
     ]
-
-
-def _inference_pool(service: LLMService, outcome: Outcome) -> list[Verdict]:
-    if not service.spec.gateway.inference_pool:
-        return []
-    return [inference_pool_verdict(outcome.pool, installed=outcome.pools_installed)]
+    return [one for one in found if one is not None]
 
 
 def _adapters(service: LLMService, reports: Mapping[str, Sequence[PodAdapter]]) -> list[AdapterStatus]:
@@ -213,14 +207,13 @@ def _settled(service: LLMService, ready: Verdict, outcome: Outcome) -> Verdict |
     Until then the condition keeps the generation before.
     """
     past = service.status.condition(ready.type)
-    keeps = ready.reason == UPDATING and outcome.settling and past is not None and past.status == "True"
-    return past if keeps and past is not None else ready
+    keeps = ready.reason == UPDATING and outcome.settling
+    return past if keeps and past is not None and past.status == "True" else ready
 
 
-def _degraded(service: LLMService, load: Load | None) -> list[Verdict | Condition]:
-    """Nothing where it is not; what the status said where no pod could be read."""
-    known = service.status.condition(DEGRADED) if load is None else degraded_verdict(load)
-    return [known] if known else []
+def _degraded(service: LLMService, load: Load | None) -> Verdict | Condition | None:
+    """None where it is not; what the status said where no pod could be read."""
+    return service.status.condition(DEGRADED) if load is None else degraded_verdict(load)
 
 
 def _scaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome) -> Verdict | Condition:
