@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 SERVED_NAME_ANNOTATION = "serving.llmservice.io/served-name"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
@@ -130,13 +130,37 @@ class RouteTable:
             return False
 
 
-class _Lister(NamedTuple):
-    """A service that lists an adapter."""
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """One LLMService, with its pods."""
 
-    since: int
+    created: int
     served_name: str
-    owner: tuple[str, str]
+    slots: int | None
     state: Service
+    pods: list[Backend] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Name:
+    """What is known of a served name of a namespace."""
+
+    created: float = math.inf
+    """Names that only pods have come last."""
+    parent: str | None = None
+    backends: list[Backend] = field(default_factory=list)
+    services: list[Service] = field(default_factory=list)
+
+    def route(self, namespace: str, served_name: str) -> Route:
+        return Route(
+            namespace,
+            served_name,
+            created=0 if self.created == math.inf else int(self.created),
+            backends=tuple(sorted(self.backends, key=lambda backend: backend.name)),
+            parent=self.parent,
+            services=tuple(sorted(self.services, key=lambda state: not state.is_awaited)),
+            by_prefix=all(state.by_prefix for state in self.services),
+        )
 
 
 def build_table(
@@ -151,59 +175,46 @@ def build_table(
     A LoRA adapter that services list has a route of its own, to those of their pods that have loaded it (`reported`: by
     the pod's uid). A model's name goes before an adapter's.
     """
-    created: dict[tuple[str, str], int] = {}
-    names: dict[tuple[str, str], str] = {}
-    slots: dict[tuple[str, str], int | None] = {}
-    states: dict[tuple[str, str], list[Service]] = defaultdict(list)
-    listed: dict[tuple[str, str], list[_Lister]] = defaultdict(list)
+    owners: dict[tuple[str, str], _Owner] = {}
+    names: dict[tuple[str, str], _Name] = defaultdict(_Name)
+    listed: dict[tuple[str, str], list[_Owner]] = defaultdict(list)
     for service in services:
-        namespace, _ = owner = _identity(service)
-        served_name = served_name_of(service)
-        names[owner] = served_name
-        slots[owner] = _slots(service)
-        since = _epoch(service["metadata"].get("creationTimestamp"))
-        created[namespace, served_name] = min(since, created.get((namespace, served_name), since))
-        state = _state(service)
-        states[namespace, served_name].append(state)
+        namespace, _ = identity = _identity(service)
+        created = _epoch(service["metadata"].get("creationTimestamp"))
+        owner = owners[identity] = _Owner(created, served_name_of(service), _slots(service), _state(service))
+        model = names[namespace, owner.served_name]
+        model.created = min(model.created, created)
+        model.services.append(owner.state)
         for adapter in service.get("spec", {}).get("adapters") or ():
-            listed[namespace, str(adapter["name"])].append(_Lister(since, served_name, owner, state))
-
-    by_owner: dict[tuple[str, str], list[Backend]] = defaultdict(list)
-    backends: dict[tuple[str, str], list[Backend]] = defaultdict(list)
+            listed[namespace, str(adapter["name"])].append(owner)
     for pod in pods:
         metadata = pod["metadata"]
-        owner = (metadata.get("namespace", ""), metadata.get("labels", {}).get(INSTANCE_LABEL, ""))
-        if owner not in names or not is_routable(pod):
+        identity = namespace, name = metadata.get("namespace", ""), metadata.get("labels", {}).get(INSTANCE_LABEL, "")
+        if identity not in owners or not is_routable(pod):
             continue
-        served_name = metadata.get("annotations", {}).get(SERVED_NAME_ANNOTATION) or names[owner]
-        backend = Backend(metadata["uid"], metadata["name"], _url(pod), slots[owner], "/".join(owner))
-        backends[owner[0], served_name].append(backend)
-        by_owner[owner].append(backend)
-
-    parents: dict[tuple[str, str], str] = {}
-    for key, listers in listed.items():
-        if key in created or key in backends:  # a model's
-            continue
-        created[key], parents[key] = min((one.since, one.served_name) for one in listers)
-        _, name = key
-        for one in listers:
-            reports = [(pod, reported[pod.uid]) for pod in by_owner[one.owner] if pod.uid in reported]
-            backends[key] += [pod for pod, report in reports if report.get(name, "") is None]
-            states[key].append(_adapter_state(one.state, [report.get(name) for _, report in reports]))
-
+        owner = owners[identity]
+        backend = Backend(metadata["uid"], metadata["name"], _url(pod), owner.slots, f"{namespace}/{name}")
+        served_name = metadata.get("annotations", {}).get(SERVED_NAME_ANNOTATION) or owner.served_name
+        names[namespace, served_name].backends.append(backend)
+        owner.pods.append(backend)
+    names |= {key: _adapter(key[1], listers, reported) for key, listers in listed.items() if key not in names}
     routes: dict[str, list[Route]] = defaultdict(list)
-    claims = {key: (created.get(key, math.inf), key) for key in created.keys() | backends.keys()}
-    for key in sorted(claims, key=lambda one: claims[one]):  # names of pods alone come last
-        namespace, served_name = key
-        ready = tuple(sorted(backends.get(key, ()), key=lambda backend: backend.name))
-        awaited_first = tuple(sorted(states.get(key, ()), key=lambda state: not state.is_awaited))
-        by_prefix = all(state.by_prefix for state in awaited_first)
-        routes[served_name].append(
-            Route(namespace, served_name, created.get(key, 0), ready, parents.get(key), awaited_first, by_prefix)
-        )
-    namespaces = frozenset(namespace for namespace, _ in names)
-    polled = {backend.uid: backend for each in listed.values() for one in each for backend in by_owner[one.owner]}
+    for key in sorted(names, key=lambda key: (names[key].created, key)):
+        routes[key[1]].append(names[key].route(*key))
+    namespaces = frozenset(namespace for namespace, _ in owners)
+    polled = {backend.uid: backend for listers in listed.values() for owner in listers for backend in owner.pods}
     return RouteTable({name: tuple(found) for name, found in routes.items()}, namespaces, tuple(polled.values()))
+
+
+def _adapter(name: str, listers: Sequence[_Owner], reported: Mapping[str, Adapters]) -> _Name:
+    """Of the services that list it."""
+    created, parent = min((owner.created, owner.served_name) for owner in listers)
+    found = _Name(created, parent)
+    for owner in listers:
+        reports = [(pod, reported[pod.uid]) for pod in owner.pods if pod.uid in reported]
+        found.backends += [pod for pod, report in reports if report.get(name, "") is None]
+        found.services.append(_adapter_state(owner.state, [report.get(name) for _, report in reports]))
+    return found
 
 
 def _adapter_state(state: Service, errors: Sequence[str | None]) -> Service:
