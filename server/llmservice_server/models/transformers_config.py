@@ -80,7 +80,7 @@ class TransformersConfig:
 def examine(folder: Path) -> TransformersConfig:
     """Raises `ModelLoadError` for a model that cannot run on the paged cache, and says what of it cannot."""
     config, text = read_configs(folder)
-    name = text.architectures[0] if text.architectures else type(text).__name__
+    name = next(iter(text.architectures or config.architectures or [type(text).__name__]))
     _refuse_kinds(config, text, name)
     if not _is_of_transformers(config.architectures[0] if config.architectures else name, config.model_type):
         raise unserved(name, "transformers has no model of this name, and code of a checkpoint is never executed")
@@ -191,9 +191,10 @@ def _calls(model_class: Any, text: Any, name: str) -> list[Call]:
     except ModelLoadError as error:
         raise unserved(name, str(error)) from error
     except Exception as error:  # of code that was written for other attention
-        raise unserved(
-            name, f"its attention does not go through transformers' AttentionInterface ({one_line(error)})"
-        ) from error
+        problem = "its attention does not go through transformers' AttentionInterface"
+        if "meta" in str(error):  # its attention may be as expected
+            problem = "its code reads numbers while it is examined, before weights are loaded"
+        raise unserved(name, f"{problem} ({one_line(error)})") from error
     finally:
         attend_of_pass.reset(token)
     _refuse_attention(calls, text, name)

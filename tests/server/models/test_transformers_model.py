@@ -51,6 +51,8 @@ def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
         ("qwen3_next", {}, "layers of linear_attention"),
         ("deepseek_v32", SMALL | LATENT | {"n_routed_experts": 4}, "layers of indexed_attention"),
         ("falcon", SMALL, "AttentionInterface"),
+        ("blt", {}, "reads numbers while it is examined"),
+        ("qwen3_5", {"architectures": ["Qwen3_5ForX"]}, "^Qwen3_5ForX .* layers of linear_attention"),
         ("bert", {}, "not causal"),
         ("doge", SMALL, "cannot be served"),
         ("llama4_text", SMALL, "layers of chunked_attention"),
