@@ -228,7 +228,7 @@ def _refuse_attention(calls: list[Call], text: Any, name: str) -> None:
         problem = f"the keys of its layers have {largest} or {min(rows)} numbers, expected multiples of one another"
     elif wider := [call for call in calls if call.value_dim > call.heads.head_dim]:
         problem = f"its keys have {wider[0].heads.head_dim} numbers and its values {wider[0].value_dim}"
-    elif getattr(text, "kv_lora_rank", None) and not all(call.is_latent for call in calls):
+    elif getattr(text.per_layer_config[0], "kv_lora_rank", None) and not all(call.is_latent for call in calls):
         problem = "it has latent attention, whose cache holds no keys and values by head"
     elif not all(call.is_causal for call in calls):
         problem = "its attention is not causal"

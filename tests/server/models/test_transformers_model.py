@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llmservice_planner.shape import ModelShape
+from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.models.lora import SlotRows
@@ -83,6 +84,15 @@ def test_published_names_that_transformers_spells_otherwise_are_known(
 ) -> None:
     write_config(tmp_path, model_type, **SMALL, architectures=[architecture])
     assert examine(tmp_path).architecture == runs
+
+
+def test_latents_may_be_of_other_sizes_in_layers_with_a_window(tmp_path: Path) -> None:
+    wider = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 36}
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "per_layer_config": {1: wider}}
+    settings = SMALL | LATENT | {"num_key_value_heads": 4, "head_dim": 12, "num_experts_per_tok": 2, "sliding_window": 24}
+    config = examine(write_config(tmp_path, "dots3_note_text", **settings, **kinds))
+    assert (config.head_dim, config.sliding_heads) == (20, Heads(2, 1, 40))
+    assert config.windows == (None, 24)
 
 
 def test_code_that_comes_with_a_checkpoint_is_never_executed(tmp_path: Path) -> None:
