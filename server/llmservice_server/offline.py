@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import operator
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 import msgspec
+import numpy as np
 from tqdm import tqdm
 
 from llmservice_server.engine.config import EngineConfig
@@ -25,6 +27,7 @@ from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.messages import GenerateRequest, Ready, SamplingParams, TokenLogprobs
 
 Prompt = str | Sequence[int]  # text, or token ids
+_EXPECTED = "a text, a list of token ids, or a list of either"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ def make_requests(
     arrival_s = time.monotonic()
     requests = []
     for index, (prompt, params) in enumerate(zip(prompts, _params_list(sampling_params, len(prompts)), strict=True)):
-        token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = _token_ids(index, prompt, tokenizer)
         request = GenerateRequest(
             request_id=request_id, prompt_token_ids=token_ids, sampling=params, arrival_s=arrival_s
         )
@@ -76,27 +79,51 @@ def request_outputs(
     ]
 
 
-def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. An empty list holds no prompt."""
-    if isinstance(prompts, str) or (prompts and _is_token_ids(prompts)):
+def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. An empty list holds no prompt. Raises TypeError for another type."""
+    if isinstance(prompts, str):
         return [prompts]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
-
-
-def _is_token_ids(prompts: Sequence[int] | Sequence[Prompt]) -> TypeGuard[Sequence[int]]:
-    ids = sum(isinstance(prompt, int) for prompt in prompts)
-    if 0 < ids < len(prompts):
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts is of the type {type(prompts).__name__}, expected {_EXPECTED}")
+    given = list(prompts)
+    token_ids = [prompt for prompt in given if isinstance(prompt, int | np.integer)]
+    if 0 < len(token_ids) < len(given):
         raise ValueError("prompts mixes token ids with texts or lists: expected one kind")
-    return ids > 0
+    return [token_ids] if token_ids else [prompt for prompt in given if not isinstance(prompt, int | np.integer)]
+
+
+def _token_ids(index: int, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    try:
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        if not isinstance(prompt, bytes | Mapping):
+            return [operator.index(token) for token in prompt]
+    except TypeError:  # of what has no tokens, and of half a surrogate pair
+        pass
+    raise ValueError(f"prompt {index} is {prompt!r:.80}, expected {_EXPECTED}")
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     """One for each prompt."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+        return [_checked(params or SamplingParams())] * num_prompts
     if len(params) != num_prompts:
         raise ValueError(f"{len(params)} sampling parameters for {num_prompts} prompts: expected one, or one for each")
-    return list(params)
+    return [_checked(one) for one in params]
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """With values of their types, which an engine in another process requires, and -1 for no top-k, as in vLLM.
+
+    Raises ValueError for values of other types, TypeError for what is no SamplingParams.
+    """
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"the sampling parameters are of the type {type(params).__name__}, expected SamplingParams")
+    try:
+        checked = msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"sampling parameters: {error}") from error
+    return msgspec.structs.replace(checked, top_k=0) if checked.top_k == -1 else checked
 
 
 class LLM:
@@ -117,7 +144,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -215,7 +242,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """As `LLM.generate`: the results in the order of the prompts."""

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -14,6 +16,7 @@ from llmservice_server import LLM, AsyncLLM, SamplingParams
 from llmservice_server.ipc.client import EngineDeadError
 
 SETTINGS = {"kv_cache_memory_bytes": 2**22, "threads": 1, "max_num_seqs": 4}
+IDS: Any = np.array([5, 6, 7])
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -77,14 +80,31 @@ def test_a_stop_text_ends_the_answer_before_it(llm: LLM) -> None:
         ([[]], GREEDY, "prompt 0: the prompt has no tokens"),
         ([99999], GREEDY, "outside the model's vocabulary"),
         (["a", "b"], [GREEDY], "1 sampling parameters for 2 prompts"),
+        ({"prompt_token_ids": [1]}, GREEDY, "prompts is of the type dict, expected a text"),
+        ([{"prompt": "a"}], GREEDY, "prompt 0 is {'prompt': 'a'}, expected a text"),
+        (b"a", GREEDY, "prompts is of the type bytes"),
+        (None, GREEDY, "prompts is of the type NoneType"),
+        ([[1, 2.5]], GREEDY, r"prompt 0 is \[1, 2.5\], expected a text"),
+        ("\ud800", GREEDY, "expected a text"),
+        ("a", {"max_tokens": 3}, "type str, expected SamplingParams"),
+        ("a", [{"max_tokens": 3}], "type dict, expected SamplingParams"),
     ],
 )
 def test_what_can_never_be_served_is_refused_before_anything_is_computed(
-    llm: LLM, prompts: list[str], params: SamplingParams, message: str
+    llm: LLM, prompts: Any, params: Any, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         llm.generate(prompts, params)
     assert not llm.engine.has_work
+
+
+def test_any_iterable_of_prompts_and_any_integers_will_do(llm: LLM) -> None:
+    assert [result.prompt for result in llm.generate((prompt for prompt in ("a", "b")), GREEDY, use_tqdm=False)] == [
+        "a",
+        "b",
+    ]
+    by_array, by_arrays, by_list = (llm.generate(ids, GREEDY, use_tqdm=False) for ids in (IDS, [IDS], IDS.tolist()))
+    assert by_array == by_arrays == by_list
 
 
 def test_no_prompts_no_results(llm: LLM) -> None:
@@ -145,6 +165,23 @@ async def test_leaving_a_stream_early_frees_its_blocks(async_llm: AsyncLLM) -> N
 async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(async_llm: AsyncLLM) -> None:
     with pytest.raises(ValueError, match="600 prompt tokens"):
         await async_llm.generate([[5] * 600], GREEDY)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_parameters_of_a_wrong_type_are_refused_and_the_engine_serves_on(async_llm: AsyncLLM) -> None:
+    wrongs: list[dict[str, Any]] = [
+        {"logprobs": True},
+        {"top_k": 1.5},
+        {"stop": [5]},
+        {"stop_token_ids": ["a"]},
+        {"temperature": None},
+    ]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            await async_llm.generate("Hello", SamplingParams(**wrong))
+    [result] = await async_llm.generate(IDS, SamplingParams(top_k=-1, max_tokens=1, stop_token_ids=(5,)))
+    assert result.prompt_token_ids == tuple(IDS.tolist())
 
 
 @pytest.mark.slow
