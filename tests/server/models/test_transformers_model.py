@@ -89,7 +89,8 @@ def test_published_names_that_transformers_spells_otherwise_are_known(
 def test_latents_may_be_of_other_sizes_in_layers_with_a_window(tmp_path: Path) -> None:
     wider = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 36}
     kinds = {"layer_types": ["full_attention", "sliding_attention"], "per_layer_config": {1: wider}}
-    settings = SMALL | LATENT | {"num_key_value_heads": 4, "head_dim": 12, "num_experts_per_tok": 2, "sliding_window": 24}
+    others = {"num_key_value_heads": 4, "head_dim": 12, "num_experts_per_tok": 2, "sliding_window": 24}
+    settings = SMALL | LATENT | others
     config = examine(write_config(tmp_path, "dots3_note_text", **settings, **kinds))
     assert (config.head_dim, config.sliding_heads) == (20, Heads(2, 1, 40))
     assert config.windows == (None, 24)
