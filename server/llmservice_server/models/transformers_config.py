@@ -38,6 +38,8 @@ _UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "layer_idx"}
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _GROWING_ROPE = {"dynamic", "longrope"}
+_META_TENSOR = re.compile(r"meta tensor|register_meta", re.IGNORECASE)
+"""In torch's errors of code that reads numbers of a tensor without memory."""
 """Kinds whose frequencies change with the longest sequence."""
 _LAYER, _FURTHER_TOKENS = re.compile(r"(?:model\.)?layers\.(\d+)\."), re.compile(r"(?:model\.)?mtp\.")
 _WITHOUT_IMAGES = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
@@ -192,7 +194,7 @@ def _calls(model_class: Any, text: Any, name: str) -> list[Call]:
         raise unserved(name, str(error)) from error
     except Exception as error:  # of code that was written for other attention
         problem = "its attention does not go through transformers' AttentionInterface"
-        if "meta" in str(error):  # its attention may be as expected
+        if _META_TENSOR.search(str(error)):  # its attention may be as expected
             problem = "its code reads numbers while it is examined, before weights are loaded"
         raise unserved(name, f"{problem} ({one_line(error)})") from error
     finally:
