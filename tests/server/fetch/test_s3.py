@@ -54,7 +54,7 @@ def test_a_store_that_stops_sending_is_reported(store: ObjectStore, fetched: Fet
         fetched(URI)
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", [425, 429, 500, 503])
 def test_a_temporary_error_is_retried(store: ObjectStore, fetched: Fetched, status: int) -> None:
     store.faults[f"llms/tiny/{WEIGHTS}"] = [Fault(status=status)]
     assert fetched(URI)[WEIGHTS] == store.objects[f"llms/tiny/{WEIGHTS}"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llmservice_server.backend.torch.memory import available_cpu_bytes, peak_growth_bytes, trim_heap
+from llmservice_server.types.errors import OutOfMemoryError
 
 GIB = 1 << 30
 
@@ -40,6 +41,11 @@ def test_available_memory_is_the_smaller_of_machine_and_cgroup(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(value + "\n")
     assert available_cpu_bytes(tmp_path) == expected
+
+
+def test_a_machine_that_does_not_report_its_memory_is_refused_with_the_flag_that_helps(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"proc/meminfo has no line MemAvailable: set --kv-cache-memory"):
+        available_cpu_bytes(tmp_path)
 
 
 def test_peak_growth_includes_memory_that_is_freed() -> None:
