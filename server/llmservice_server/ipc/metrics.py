@@ -63,25 +63,9 @@ VLLM_PREFIX = "vllm:"
 _M = TypeVar("_M", Counter, Gauge, Histogram)
 
 # Seconds; from 1 ms on for the same reason as `LATENCY_BUCKETS`. vLLM's start at 300 ms.
-_WAIT_BUCKETS: tuple[float, ...] = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-)
-_WAIT_BUCKETS += (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_WAIT_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+_WAIT_BUCKETS += (0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0)
+_WAIT_BUCKETS += (40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _LENGTH_BUCKETS = tuple(float(2**power) for power in range(18))  # tokens
 _BATCH_BUCKETS = tuple(float(2**power) for power in range(11))  # sequences
 
