@@ -98,6 +98,8 @@ class Memory:
     overload: OverloadTimer = field(default_factory=OverloadTimer)
     scaling: ScalingState | None = None
     slo: Feasibility | None = None
+    slo_generation: int | None = None
+    """Of the spec that `slo` was found under."""
     requested_s: float | None = None
     """When the first request came that no pod has been ready for yet, in seconds since 1970."""
     unobserved_s: float | None = None
@@ -173,7 +175,9 @@ class Reconciler:
         load = await self._load(seen, sizing)
         fetching = await self.pod_models.fetching(seen.pods)
         adapters = await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {}
-        memory.slo = feasibility_of(seen.service.spec.slo, sizing, load, memory.slo)
+        before = memory.slo if memory.slo_generation == seen.service.metadata.generation else None
+        memory.slo = feasibility_of(seen.service.spec.slo, sizing, load, before)
+        memory.slo_generation = seen.service.metadata.generation
         compared = await self._predictions(seen, memory, sizing, load)
         started = await self._cold_start(seen, memory)
         decision = self._decide(seen, memory, sizing, load)
@@ -246,6 +250,7 @@ class Reconciler:
                 StartupTimes(self._learned_start_s(seen.service)),
                 StatusWriteThrottle(seen.steady_s, resumed=known is not None),
                 slo=remembered_slo(seen.service),
+                slo_generation=seen.service.metadata.generation,
                 requested_s=None if seen.serving else woken_since(known),
             )
         return self._memories[key]

@@ -92,6 +92,18 @@ async def test_an_edit_keeps_ready_until_kubernetes_had_time_to_observe_it(world
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "Updating", 2)
 
 
+async def test_slo_feasible_is_about_the_present_targets(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(slo={}))
+    await world.run_pass()
+    assert (await world.condition("SLOFeasible"))["reason"] == "NoTTFTTarget"
+
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"slo": {"ttftP99": "2s"}}})
+    await world.run_pass(after_s=1)
+
+    feasible = await world.condition("SLOFeasible")
+    assert (feasible["status"], feasible["reason"]) == ("Unknown", "NoTraffic")
+
+
 async def test_a_service_with_pods_of_an_earlier_spec_is_not_ready(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
