@@ -152,7 +152,7 @@ def ready_verdict(
     if present < min(ready, desired):
         which = f"{present} of {desired} replicas serve the present spec, {ready - present} an earlier one{named}"
         return Verdict(READY, "False", "ServingEarlierSpec" if troubles else "RollingOut", which)
-    counted = f"{present} of {desired} replicas are ready{named}{_restarted(pods)}"
+    counted = f"{min(present, desired)} of {desired} replicas are ready{named}{_restarted(pods)}"
     if present < desired:
         waiting = "PartlyReady" if present else "Starting"
         return Verdict(READY, "False", troubles[0].reason if troubles else waiting, counted)
@@ -219,7 +219,10 @@ def progressing_verdict(
     if troubles := _troubles(deployment, pods):
         return Verdict(PROGRESSING, "True", troubles[0].reason, troubles[0].message)
     present = serving_present(deployment, pods)
-    return Verdict(PROGRESSING, "True", "RollingOut", f"{present} of {desired} replicas serve the present spec")
+    message = f"{min(present, desired)} of {desired} replicas serve the present spec"
+    if present > desired:
+        message += f", {present - desired} more to be removed"
+    return Verdict(PROGRESSING, "True", "RollingOut", message)
 
 
 def _troubles(deployment: Manifest | None, pods: Sequence[Pod]) -> list[Trouble]:

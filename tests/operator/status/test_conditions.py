@@ -164,6 +164,15 @@ def test_progressing_ends_when_all_replicas_run_the_present_spec(
     assert (verdict.status, verdict.reason) == expected
 
 
+def test_replicas_beyond_those_wanted_are_named_as_such(sized: Sized, pod_named: Any) -> None:
+    manifest, pods = deployment(replicas=3, updatedReplicas=3, readyReplicas=3), [pod_named(name) for name in "abc"]
+
+    progressing = progressing_verdict(manifest, 1, pods, sized, None)
+
+    assert progressing.message == "1 of 1 replicas serve the present spec, 2 more to be removed"
+    assert ready_verdict(manifest, 1, pods, sized, None).message == "1 of 1 replicas are ready"
+
+
 @pytest.mark.parametrize(
     ("active", "ready", "autoscaled", "expected"),
     [
