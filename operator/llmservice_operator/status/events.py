@@ -12,6 +12,10 @@ from llmservice_operator.api.spec import Manifest
 from llmservice_operator.api.status import Condition, LLMServiceStatus
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.status.conditions import (
+    ADAPTERS_READY,
+    DEGRADED,
+    INFERENCE_POOL_READY,
+    NAME_TAKEN,
     READY,
     SCALED_TO_ZERO,
     SCALING_ACTIVE,
@@ -21,8 +25,14 @@ from llmservice_operator.status.conditions import (
 )
 
 _MESSAGE_LIMIT = 1024
-_ALARMING = frozenset({READY, SIZING_VALID, SLO_FEASIBLE})
-_CALM = frozenset({"Starting", "FetchingModel", "PartlyReady", "Updating", "RollingOut", SCALED_TO_ZERO, "Replacing"})
+_ALARMING = dict.fromkeys((READY, SIZING_VALID, SLO_FEASIBLE, ADAPTERS_READY, INFERENCE_POOL_READY), "False")
+_ALARMING |= dict.fromkeys((NAME_TAKEN, DEGRADED), "True")
+_CALM = frozenset(
+    {
+        "Starting", "FetchingModel", "PartlyReady", "Updating", "RollingOut", SCALED_TO_ZERO, "Replacing",
+        "AdaptersLoading", "NotApplied",
+    }
+)  # fmt: skip
 
 
 def transition_events(service: LLMService, after: LLMServiceStatus, now: float) -> list[Manifest]:
@@ -48,7 +58,7 @@ def _differs(before: Condition | None, after: Condition) -> bool:
 def _warns(condition: Condition) -> bool:
     if condition.type == SCALING_ACTIVE:
         return condition.reason in {"NoMetrics", "NoGateway"}
-    return condition.status == "False" and condition.type in _ALARMING and condition.reason not in _CALM
+    return _ALARMING.get(condition.type) == condition.status and condition.reason not in _CALM
 
 
 def _condition_event(service: LLMService, condition: Condition, now: float, number: int) -> Manifest:

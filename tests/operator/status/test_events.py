@@ -43,6 +43,23 @@ def test_a_problem_is_a_warning_about_the_service(service_of: Any) -> None:
     assert event["message"] == "Ready is False: killed"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "warned"),
+    [
+        (Verdict("NameTaken", "True", "NameTaken", "m"), ["Warning"]),
+        (Verdict("Degraded", "True", "KernelFallback", "m"), ["Warning"]),
+        (Verdict("AdaptersReady", "False", "AdapterLoadFailed", "m"), ["Warning"]),
+        (Verdict("AdaptersReady", "False", "AdaptersLoading", "m"), []),
+        (Verdict("InferencePoolReady", "False", "CRDNotInstalled", "m"), ["Warning"]),
+        (Verdict("GatewayOnly", "False", "DirectAccess", "m"), []),
+    ],
+)
+def test_a_condition_that_begins_as_a_problem_is_a_warning(
+    verdict: Verdict, warned: list[str], service_of: Any
+) -> None:
+    assert [event["type"] for event in transition_events(service_of(), status(verdict), NOW)] == warned
+
+
 def test_an_event_of_scaling_has_both_numbers_and_the_reasons(service_of: Any) -> None:
     event = scaled_event(service_of(), 1, 3, ["queue: 18 waiting -> 3"], NOW)
 
