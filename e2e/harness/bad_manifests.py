@@ -119,6 +119,8 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     "an idle time without going to zero": (autoscaling(idleTimeout="5m"), "spec.autoscaling"),
     "no surge and nothing unavailable": ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout"),
     "a GPU of no product": (gpu(count=1), "spec.resources"),
+    "MIG of unknown memory": (gpu(product="h100-80gb", resourceName="nvidia.com/mig-1g.10gb"), "spec.resources"),
+    "a GPU that nothing requests": (gpu(product="l4", resourceName=""), "spec"),
     "more GPUs than one": (gpu(count=2, product="l4"), "spec.resources"),
     "memory of nothing": (amounts(memory="0"), "spec.resources"),
     "memory for no server": (amounts(memory="64Mi"), "spec.resources"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ GIB = 2**30
 
 _NOT_SERVED = ("fp8", "--gpu-count")
 """Remedies of the planner that the server does not support."""
+_MIG_DEVICE = re.compile(r"/mig-(?P<slices>[1-7])g\.")
+"""Slices, of seven, of a GPU's multiprocessors; its memory and bandwidth come in eighths (NVIDIA's MIG guide)."""
 _KEEP_S = 600.0
 """A checkpoint rarely changes under its name; a changed spec is sized at once."""
 _RETRY_S = 15.0
@@ -185,7 +188,20 @@ def device_of(spec: LLMServiceSpec) -> GPU | CPU:
     known = find_gpu(gpu.product or "")
     if not gpu.memory_gib:
         return known
-    return replace(known, memory_bytes=min(known.memory_bytes, int(gpu.memory_gib * GIB)))
+    memory = min(known.memory_bytes, int(gpu.memory_gib * GIB))
+    if not (mig := _MIG_DEVICE.search(gpu.resource_name or "")):
+        return replace(known, memory_bytes=memory)
+    return replace(
+        known,
+        memory_bytes=memory,
+        bandwidth_bytes_per_s=_part(known.bandwidth_bytes_per_s, memory / known.memory_bytes),
+        flops_16bit=_part(known.flops_16bit, int(mig["slices"]) / 7),
+        flops_fp8=_part(known.flops_fp8, int(mig["slices"]) / 7),
+    )
+
+
+def _part(rate: float | None, share: float) -> float | None:
+    return None if rate is None else rate * share
 
 
 def _notes(spec: LLMServiceSpec) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from llmservice_operator.sizing import (
 )
 from llmservice_operator.status.conditions import sizing_verdict
 from llmservice_operator.status.model_status import measured_status, sizing_status
-from llmservice_planner.gpu import GPU
+from llmservice_planner.gpu import GPU, find_gpu
 
 CPU = {"gpu": {"count": 0}, "requests": {"cpu": "1", "memory": "2Gi"}}
 
@@ -52,6 +52,21 @@ def test_the_smaller_of_two_figures_for_a_gpus_memory_is_used_and_noted(
     assert isinstance(answer, Sized)
     assert answer.device.memory_bytes == int(taken_gib * 2**30)
     assert (note in answer.notes[0]) if note else (answer.notes == ())
+
+
+def test_a_mig_device_has_the_rates_of_its_slices(service_of: Any, model: Model) -> None:
+    gpu = {"product": "h100-80gb", "memoryGiB": 40, "resourceName": "nvidia.com/mig-3g.40gb"}
+
+    answer = size(service_of(resources={"gpu": gpu}, engine={}).spec, model)
+
+    whole = find_gpu("h100-80gb")
+    assert isinstance(answer, Sized)
+    assert isinstance(answer.device, GPU)
+    assert answer.device.memory_bytes == 40 * 2**30
+    assert whole.bandwidth_bytes_per_s
+    assert whole.flops_16bit
+    assert answer.device.bandwidth_bytes_per_s == pytest.approx(whole.bandwidth_bytes_per_s * 40 / 79.10, rel=1e-3)
+    assert answer.device.flops_16bit == pytest.approx(whole.flops_16bit * 3 / 7)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,15 @@ AutoOrCount = Annotated[
 
 
 class Gpu(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.resourceName) || !self.resourceName.contains('/mig-') || has(self.memoryGiB)",
+                "memoryGiB is needed where resourceName is a MIG device's: it has a part of the GPU's memory",
+            )
+        )
+    )
+
     product: str | None = Field(
         None,
         min_length=1,
@@ -47,6 +56,13 @@ class Gpu(SchemaModel):
     )
     memory_gib: float | None = Field(
         None, alias="memoryGiB", gt=0, le=4096, description="Memory of one GPU where it is less than the catalogue's."
+    )
+    resource_name: str | None = Field(
+        None,
+        max_length=317,
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$",
+        description="What a pod requests it as, such as nvidia.com/mig-3g.40gb or nvidia.com/gpu.shared; default: the"
+        " vendor's nvidia.com/gpu or amd.com/gpu. Empty: nothing, as podTemplate.resourceClaims have the GPU.",
     )
 
 
@@ -484,6 +500,8 @@ _UNCHANGED_REPLICAS = "(oldSelf.hasValue() && self.replicas == oldSelf.value().r
 _BUDGET = "self.autoscaling.maxGPUHoursPerDay"
 _HAS_BUDGET = f"has(self.autoscaling) && has({_BUDGET})"
 _ON_GPU = "(has(self.resources.gpu) && self.resources.gpu.count > 0)"
+_HAS_CLAIM = "(has(self.podTemplate.resourceClaims) && size(self.podTemplate.resourceClaims) > 0)"
+_NO_RESOURCE = "has(self.resources.gpu.resourceName) && self.resources.gpu.resourceName == ''"
 
 
 class LLMServiceSpec(SchemaModel):
@@ -508,6 +526,10 @@ class LLMServiceSpec(SchemaModel):
             (
                 f"!({_HAS_BUDGET} && {_ON_GPU}) || {_BUDGET} > double(self.resources.gpu.count)",
                 "autoscaling.maxGPUHoursPerDay must be above resources.gpu.count: replicas run while an hour is left",
+            ),
+            (
+                f"!({_ON_GPU} && {_NO_RESOURCE}) || {_HAS_CLAIM}",
+                "resources.gpu.resourceName is empty, so podTemplate.resourceClaims must have the GPU: name its claim",
             ),
             (
                 "!self.gateway.inferencePool || self.access == 'direct'",

@@ -261,8 +261,9 @@ def _mounts(service: LLMService, sized: Sized, *, read_only: bool) -> list[Manif
 def _resources(service: LLMService, sized: Sized) -> Manifest:
     """GPUs are requested and limited alike: Kubernetes assigns whole ones, and exactly as many as are requested."""
     requests, limits = _requests(service), _limits(service)
-    if isinstance(sized.device, GPU) and service.spec.resources.gpu:
-        gpus = {sized.device.resource_name: str(service.spec.resources.gpu.count)}
+    gpu = service.spec.resources.gpu
+    if isinstance(sized.device, GPU) and gpu and gpu.resource_name != "":
+        gpus = {gpu.resource_name or sized.device.resource_name: str(gpu.count)}
         requests, limits = requests | gpus, limits | gpus
     claims = [{"name": one.name} for one in service.spec.pod_template.resource_claims]
     return {"requests": requests, **_filled({"limits": limits, "claims": claims})}

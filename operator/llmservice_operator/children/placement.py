@@ -34,7 +34,8 @@ def expected_placement(service: LLMService, sized: Sized) -> Manifest:
     fields["topologySpreadConstraints"] = fields["topologySpreadConstraints"] or [_spread(service)]
     if isinstance(sized.device, GPU):
         fields["tolerations"] = _tolerations(fields["tolerations"], sized.device)
-        fields["affinity"] = _affinity(fields.get("affinity") or {}, fields["nodeSelector"], sized.device)
+        if service.spec.resources.gpu is None or service.spec.resources.gpu.resource_name != "":  # else the claim's
+            fields["affinity"] = _affinity(fields.get("affinity") or {}, fields["nodeSelector"], sized.device)
     return {name: value for name, value in fields.items() if value}
 
 

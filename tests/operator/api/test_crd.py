@@ -48,6 +48,10 @@ def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str,
         yield from nodes(node["items"], f"{path}[]")
 
 
+def gpu(resource_name: str) -> dict[str, Any]:
+    return {"resources": {"gpu": {"product": "h100-80gb", "resourceName": resource_name}}}
+
+
 async def create(client: KubeClient, manifest: dict[str, Any]) -> dict[str, Any]:
     query = {"fieldValidation": "Strict"}
     return await client.request("POST", SERVICES, body=manifest, content_type="application/json", query=query)
@@ -260,6 +264,9 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"podTemplate": {"disruptionBudget": {}}}, "spec.podTemplate.disruptionBudget", "maxUnavailable or minAvail"),
         ({"podTemplate": {"resourceClaims": [{"name": "a"}]}}, "spec.podTemplate.resourceClaims[0]", "not both"),
         ({"resources": {"gpu": {"count": 1}}}, "spec.resources", "gpu.product is needed"),
+        (gpu("nvidia.com/mig-1g.10gb"), "spec.resources.gpu", "memoryGiB is needed where resourceName is a MIG"),
+        (gpu(""), "spec", "podTemplate.resourceClaims must have the GPU"),
+        (gpu("nvidia"), "spec.resources.gpu.resourceName", "nvidia"),
         ({"resources": {"gpu": {"count": 2, "product": "l4"}}}, "spec.resources", "needs tensor parallelism"),
         ({"resources": {"limits": {"memory": "1Gi"}}}, "spec.resources", "requests.memory must not be above limits"),
         ({"resources": {"limits": {"cpu": "900m"}}}, "spec.resources", "requests.cpu must not be above limits.cpu"),

@@ -205,6 +205,24 @@ def test_cards_are_requested_and_limited_alike_and_bring_shared_memory(service_o
     assert shm["emptyDir"]["sizeLimit"] == "1Gi"
 
 
+@pytest.mark.parametrize(("name", "requested"), [("nvidia.com/mig-3g.40gb", {"nvidia.com/mig-3g.40gb": "1"}), ("", {})])
+def test_gpus_are_requested_by_the_name_that_the_spec_gives(
+    name: str, requested: dict[str, str], service_of: Any, model: Model
+) -> None:
+    service = service_of(
+        resources={"gpu": {"product": "h100-80gb", "memoryGiB": 40, "resourceName": name}},
+        engine={},
+        podTemplate={"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]},
+    )
+    answer = size(service.spec, model)
+    assert isinstance(answer, Sized)
+
+    resources = pod_spec(service, answer)["containers"][0]["resources"]
+
+    assert resources.get("limits", {}) == requested
+    assert {one: number for one, number in resources["requests"].items() if "/" in one} == requested
+
+
 def test_a_load_that_hangs_is_ended_and_a_busy_server_is_not(service_of: Any, sized: Sized) -> None:
     deployment = expected_deployment(service_of(), sized, 1, "img:1")
     server = deployment["spec"]["template"]["spec"]["containers"][0]

@@ -51,6 +51,16 @@ def test_pods_go_to_nodes_with_the_card_unless_the_spec_chooses_them(
     assert placement.get("nodeSelector") == scheduling.get("nodeSelector")
 
 
+def test_a_resource_claim_chooses_the_nodes_of_its_gpu(service_of: Any, on_l4: Sized) -> None:
+    claims = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
+    service = service_of(resources={"gpu": {"product": "l4", "resourceName": ""}}, podTemplate=claims)
+
+    placement = expected_placement(service, on_l4)
+
+    assert "affinity" not in placement
+    assert placement["tolerations"] == [TOLERATED]
+
+
 def test_a_gpu_with_several_product_names_has_all_their_labels(service_of: Any, sized: Sized) -> None:
     placement = expected_placement(service_of(), replace(sized, device=find_gpu("a100-40gb")))
 
