@@ -20,10 +20,10 @@ from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.runtime.embeddings import BatchEmbedder
-from llmservice_server.runtime.loader import weight_files
 from llmservice_server.runtime.memory import usable_bytes
 from llmservice_server.runtime.startup import choose_device, with_step_tokens
 from llmservice_server.runtime.vector_format import VectorFormat, pool
+from llmservice_server.runtime.weight_files import weight_files
 from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError, first_line
 from llmservice_server.types.messages import (

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a model with its weights. Only safetensors: unpickling a file can run any code."""
+"""From a Hugging Face folder to a model with its weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from llmservice_planner.checkpoint import (
-    INDEX,
     LANGUAGE_MODEL,
     StoredTensor,
     WeightCounts,
@@ -27,7 +25,6 @@ from llmservice_planner.checkpoint import (
     refuse_embedding,
     refuse_separate_experts,
     stored_dtype,
-    weight_names,
 )
 from llmservice_planner.encoders import CLASSIFIER, ENCODERS
 from llmservice_planner.families import FAMILIES
@@ -36,7 +33,6 @@ from llmservice_planner.quantization import (
     SUFFIXES,
     Quantization,
     QuantizationConfig,
-    WeightFormat,
     is_quantized,
     module_and_suffix,
 )
@@ -51,67 +47,36 @@ from llmservice_server.models.quantization import read, shape_of
 from llmservice_server.models.weights import SUPERFLUOUS, ComputedPlace, QuantizedPlace, StackedPlace, Weights
 from llmservice_server.runtime.matrix_form import MatrixForm
 from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
-from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object, read_model_config
+from llmservice_server.runtime.weight_files import Stored, TensorReader, stored_tensors, weight_files
+from llmservice_server.types.checkpoint_config import eos_token_ids, read_model_config
 from llmservice_server.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from llmservice_server.models.transformers_config import TransformersConfig
 
 _LOG = logging.getLogger(__name__)
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_OTHERS = ("*.gguf", "*.onnx", "onnx/*.onnx")
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
 """Names in a checkpoint that was saved for embeddings, without the head and its owner."""
 _ZEROS = ("bias", "input_zero_point")
 """Of quantised modules; without effect where all numbers are zero."""
-_HEAD_AND_EMBEDDING = ("lm_head.weight", "model.embed_tokens.weight")
 _NUMBER_OF_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
+_LAYER_MATRIX = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])|lm_head")
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-class _Stored(NamedTuple):
-    """Where a tensor of a checkpoint is, under which name, and its shape."""
-
-    shard: Path
-    name: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, shard: Path, tensors: Any, name: str) -> _Stored:
-        """`tensors`: the file, open."""
-        return cls(shard, name, tuple(tensors.get_slice(name).get_shape()))
-
-
-class _Files:
-    """A checkpoint's files, open from their first tensor on: opening one means parsing the names of all its tensors."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Any] = {}
-
-    def tensor(self, stored: _Stored) -> torch.Tensor:
-        """Raises `ModelLoadError` for a file that cannot be read."""
-        try:
-            if stored.shard not in self._open:
-                self._open[stored.shard] = safe_open(stored.shard, framework="pt")
-            tensor: torch.Tensor = self._open[stored.shard].get_tensor(stored.name)
-        except SafetensorError as error:
-            raise _unreadable(stored.shard, error) from error
-        return tensor
-
-    def module(self, stored: Mapping[str, _Stored]) -> dict[str, torch.Tensor]:
-        """The tensors of a module, by their names after the module's."""
-        return {suffix: self.tensor(each) for suffix, each in stored.items()}
+_Modules = Mapping[str, Mapping[str, Stored]]
+"""Modules' tensors, by the module's name and by what follows it in theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model folder whose config has been read and whose weight files exist."""
+    """A model folder whose config has been read, and the headers of its weight files."""
 
     folder: Path
     config: ModelConfig | TransformersConfig
     shards: tuple[Path, ...]
+    tensors: tuple[tuple[str, Stored], ...]
+    """Those of the language model, by their names in a checkpoint of it alone, in the files' order."""
     eos_token_ids: frozenset[int]
 
     @classmethod
@@ -129,29 +94,18 @@ class Checkpoint:
             from llmservice_server.models.transformers_config import examine  # transformers is imported in seconds
 
             config = examine(folder)
-        if not config.tied_embeddings and _is_for_embeddings(folder, raw) and not has_head(_tensor_names(shards)):
+        stored = stored_tensors(shards)
+        without_head = not has_head(each.name for each in stored)
+        if without_head and not config.tied_embeddings and _is_for_embeddings(folder, raw):
             config = replace(config, tied_embeddings=True, has_head=False)
-        checkpoint = cls(folder, config, shards, eos_token_ids(folder))
-        if config.tied_embeddings and config.has_head and checkpoint._has_other_head():
+        tensors = tuple((name, each) for each in stored if (name := _name_in_language_model(config, each.name)))
+        if config.tied_embeddings and config.has_head and _has_other_head(dict(tensors)):
             _LOG.warning(
                 "config.json ties the output head to the embedding (tie_word_embeddings), but the files have a "
                 "lm_head.weight that differs from it: it is used, as transformers does"
             )
-            checkpoint = replace(checkpoint, config=replace(config, tied_embeddings=False))
-        return checkpoint
-
-    def _has_other_head(self) -> bool:
-        """Whether the files have a head of the embedding's shape and with other numbers: some fine-tunes train it."""
-        found: dict[str, _Stored] = {}
-        for shard in self.shards:
-            with _opened(shard) as tensors:
-                for stored, name in self._names(tensors):
-                    if name in _HEAD_AND_EMBEDDING:
-                        found[name] = _Stored.of(shard, tensors, stored)
-        if len(found) < len(_HEAD_AND_EMBEDDING):
-            return False
-        head, embedding = (_Files().tensor(found[name]) for name in _HEAD_AND_EMBEDDING)
-        return head.shape == embedding.shape and not torch.equal(head, embedding)
+            config = replace(config, tied_embeddings=False)
+        return cls(folder, config, shards, tensors, eos_token_ids(folder))
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in; `auto` is the checkpoint's own: config.json's, else that of most of its weights.
@@ -218,23 +172,17 @@ class Checkpoint:
 
         Each of these is read when it is put in its place.
         """
-        from llmservice_server.models.transformers_model import TransformersModel, replaced_weights
+        from llmservice_server.models.transformers_model import TransformersModel
 
-        stored = self._tensors(every=False)[1] if config.quantization is not None else {}
+        stored = self._modules(every=False) if config.quantization is not None else {}
         names = {place_of(name): name for name in stored}
-        files = _Files()
+        matrices = _Matrices(config.quantization, stored, TensorReader())
 
         def is_stored(modules: Sequence[str]) -> bool:
             return names.keys() >= {*map(place_of, modules)}
 
-        def weight_at(place: str) -> QuantizedWeight:
-            name = names[place]
-            tensors = files.module(stored[name])
-            stored_form = self._format(config.quantization, name, tensors)
-            return read(stored_form, name, tensors, shape_of(stored_form, name, tensors))
-
         def quantized_of(modules: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-            parts = [weight_at(place_of(module)) for module in modules] if is_stored(modules) else []
+            parts = [matrices.quantized(names[place_of(each)]) for each in modules] if is_stored(modules) else []
             if not parts and (form.quantization != "int8" or not is_linear(modules[0], len(weight))):
                 return None  # it stays as it is
             expected = len(weight) // len(modules), weight.shape[1]
@@ -243,45 +191,50 @@ class Checkpoint:
                     raise ModelLoadError(f"{module} has the shape {[*part.shape]}, config.json makes it {[*expected]}")
             return form.linear(parts or [weight], None if bias is None else bias.to(form.device))
 
-        found: dict[str, torch.Tensor] | None = None
-        if stored:
-            found, taken = {}, set[str]()
-            for tensor, shape, matrices in replaced_weights(self.folder):
-                if all(map(is_stored, matrices)):
-                    found[tensor] = torch.empty((), dtype=form.dtype).expand(shape)
-                    taken.update(place_of(module) for modules in matrices for module in modules)
-            whole = {_NUMBER_OF_EXPERT.sub("", place) for place in taken}
-            for place in names.keys() - taken:
-                if _NUMBER_OF_EXPERT.sub("", place) in whole:
-                    raise ModelLoadError(
-                        f"{self.folder} holds {names[place]}, for which config.json has too few experts"
-                    )
-                found[f"{names[place]}.weight"] = weight_at(place).dequantize(form.dtype)
-            found |= self._besides(stored.keys())
+        found = self._for_transformers(names, matrices, is_stored, form.dtype) if stored else None
         return TransformersModel.load(self.folder, config, form.dtype, form.device, quantized_of, found, max_model_len)
 
-    def _besides(self, quantized: Collection[str]) -> dict[str, torch.Tensor]:
-        """The checkpoint's tensors but the matrices of modules that are `quantized`, whose biases are among them."""
-        found = {}
-        for shard in self.shards:
-            with _opened(shard) as tensors:
-                for name, _ in self._names(tensors):
-                    module, suffix = module_and_suffix(name)
-                    if (module in quantized and suffix in SUFFIXES) or SUPERFLUOUS.search(name):
-                        continue
-                    tensor = tensors.get_tensor(name)
-                    if module in quantized and suffix == "input_zero_point" and not tensor.float().any():
-                        continue
-                    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
-                        raise ModelLoadError(f"{name} is {tensor.dtype} in one tensor of several matrices: not served")
-                    found[name] = tensor
+    def _for_transformers(
+        self,
+        names: Mapping[str, str],
+        matrices: _Matrices,
+        is_stored: Callable[[Sequence[str]], bool],
+        dtype: torch.dtype,
+    ) -> dict[str, torch.Tensor]:
+        """A quantised checkpoint's tensors: those that will be replaced without memory, other matrices dense.
+
+        names: of the quantised modules, by their place.
+        """
+        from llmservice_server.models.transformers_model import replaced_weights
+
+        found, taken = {}, set[str]()
+        for name, shape, replaced in replaced_weights(self.folder):
+            if all(map(is_stored, replaced)):
+                found[name] = torch.empty((), dtype=dtype).expand(shape)
+                taken.update(place_of(module) for modules in replaced for module in modules)
+        whole = {_NUMBER_OF_EXPERT.sub("", place) for place in taken}
+        for place in names.keys() - taken:
+            if _NUMBER_OF_EXPERT.sub("", place) in whole:
+                raise ModelLoadError(f"{self.folder} holds {names[place]}, for which config.json has too few experts")
+            found[f"{names[place]}.weight"] = matrices.quantized(names[place]).dequantize(dtype)
+        for name, stored in self.tensors:
+            module, suffix = module_and_suffix(name)
+            if (module in matrices.stored and suffix in SUFFIXES) or SUPERFLUOUS.search(name):
+                continue
+            tensor = matrices.reader.tensor(stored)
+            if module in matrices.stored and suffix == "input_zero_point" and not tensor.float().any():
+                continue
+            if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+                raise ModelLoadError(f"{name} is {tensor.dtype} in one tensor of several matrices: not served")
+            found[name] = tensor
         return found
 
     def _load_own(self, config: ModelConfig, form: MatrixForm) -> DecoderModel:
-        found, modules = self._tensors(every=form.quantization == "int8")
-        files = _Files()
+        found = dict(self.tensors)
+        modules = self._modules(every=form.quantization == "int8")
+        reader = TensorReader()
         weights = Weights(form.dtype, form.device, modules.keys(), {name: each.shape for name, each in found.items()})
-        model, wanted = build(config, weights), weights.tensors
+        model = build(config, weights)
         for part in (name for place in weights.places for name in place.parts):
             if part not in modules and (dense := found.get(f"{part}.weight")) is not None:
                 modules[part] = {"weight": dense}  # of a fused matrix whose other parts are quantised
@@ -292,10 +245,8 @@ class Checkpoint:
                 f"quantization is int8, which is not for {config.architecture}, whose experts are in one tensor: use "
                 "--quantization auto"
             )
-        with ThreadPoolExecutor(THREADS) as readers:
-            direct = readers.map(lambda shard: self._load_shard(shard, wanted, modules, computed), self.shards)
-            read_into(dict(zip(self.shards, direct, strict=True)))
-        if missing := wanted.keys() | (computed - found.keys()):
+        missing = self._fill(weights.tensors, modules.keys(), computed, reader) | (computed - found.keys())
+        if missing:
             raise ModelLoadError(
                 f"{self.folder}: {len(missing)} tensors that {self.config.architecture} needs are in none of its "
                 f"{len(self.shards)} safetensors files, among them {min(missing)}"
@@ -303,8 +254,8 @@ class Checkpoint:
 
         def tensors_of(place: ComputedPlace | StackedPlace) -> list[torch.Tensor]:
             for name, shape in place.shapes.items():
-                _check_shape(found[name], shape)
-            return [files.tensor(found[name]) for name in place.shapes]
+                found[name].check_shape(shape)
+            return [reader.tensor(found[name]) for name in place.shapes]
 
         for computed_place in weights.computed:
             computed_place.fill(*tensors_of(computed_place))
@@ -313,11 +264,12 @@ class Checkpoint:
             linears = form.stack(stacked.linears, stacked.read(*tensors_of(stacked)))
             of_stacks.update(zip(map(id, stacked.linears), linears, strict=True))
         places = {id(place.linear): place for place in weights.places}
+        matrices = _Matrices(config.quantization, modules, reader)
 
         def replaced(linear: Linear) -> Linear:
             if (place := places.get(id(linear))) is None:
                 return of_stacks.get(id(linear), linear)
-            return form.linear(self._parts(config, place, modules, files), linear.bias)
+            return form.linear(matrices.parts(place), linear.bias)
 
         model.map_linears(replaced)
         if form.quantization == "int8" and config.tied_embeddings:
@@ -325,104 +277,62 @@ class Checkpoint:
         weights.finish()
         return model
 
-    def _tensors(self, every: bool) -> tuple[dict[str, _Stored], dict[str, dict[str, _Stored]]]:
-        """All tensors, by name, and those of the modules whose weights are quantised, or of `every` layer."""
-        found: dict[str, _Stored] = {}
-        modules: dict[str, dict[str, _Stored]] = defaultdict(dict)
-        quantized = set()
-        for shard in self.shards:
-            with _opened(shard) as tensors:
-                for stored, name in self._names(tensors):
-                    found[name] = _Stored.of(shard, tensors, stored)
-                    module, suffix = module_and_suffix(name)
-                    if suffix in SUFFIXES:
-                        modules[module][suffix] = found[name]
-                        if suffix == "weight" and tensors.get_slice(stored).get_dtype() not in _DENSE:
-                            quantized.add(module)
+    def _modules(self, every: bool) -> dict[str, Mapping[str, Stored]]:
+        """The modules whose weights are quantised, or `every` matrix of a layer. Raises ModelLoadError."""
+        modules: dict[str, dict[str, Stored]] = defaultdict(dict)
+        for name, stored in self.tensors:
+            module, suffix = module_and_suffix(name)
+            if suffix in SUFFIXES:
+                modules[module][suffix] = stored
+        quantized = {
+            module
+            for module, tensors in modules.items()
+            if is_quantized(tensors) or ("weight" in tensors and tensors["weight"].dtype not in _DENSE)
+        }
         with _shape_errors():
-            for module in (each for each in modules if each in quantized or is_quantized(modules[each])):
+            for module in quantized:
                 refuse_embedding(module)
             if self.config.architecture == "GptOssForCausalLM":
-                refuse_separate_experts(found)
-        linear = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])|lm_head")
-        return found, {
+                refuse_separate_experts(name for name, _ in self.tensors)
+        return {
             module: tensors
             for module, tensors in modules.items()
-            if module in quantized or is_quantized(tensors) or (every and linear.fullmatch(module))
+            if module in quantized or (every and _LAYER_MATRIX.fullmatch(module))
         }
 
-    def _parts(
-        self, config: ModelConfig, place: QuantizedPlace, modules: Mapping[str, Mapping[str, _Stored]], files: _Files
-    ) -> list[QuantizedWeight | torch.Tensor]:
-        """The parts of a matrix: dense ones in the checkpoint's dtype."""
-        inputs = place.linear.weight.shape[1]
-        weights: list[QuantizedWeight | torch.Tensor] = []
-        for name, outputs in place.parts.items():
-            tensors = files.module(modules.get(name, {}))
-            weight = tensors.get("weight")
-            if weight is not None and weight.dtype in _DTYPES.values() and ABSMAX not in tensors:
-                if weight.shape != (outputs, inputs):
-                    raise ModelLoadError(
-                        f"{name}.weight has the shape {list(weight.shape)}, config.json makes it {[outputs, inputs]}"
-                    )
-                weights.append(weight)
-                continue
-            weights.append(read(self._format(config.quantization, name, tensors), name, tensors, (outputs, inputs)))
-        return weights
-
-    def _format(
-        self, quantization: QuantizationConfig | None, name: str, tensors: Mapping[str, torch.Tensor]
-    ) -> WeightFormat:
-        form = None if quantization is None else quantization.format_of(name)
-        if form is None:
-            raise ModelLoadError(
-                f"{self.folder}: {name} is quantised ({', '.join(sorted(tensors)) or 'it has no tensors'}), which "
-                "config.json's quantization_config does not say"
-            )
-        return form
-
-    def _load_shard(
-        self, shard: Path, wanted: dict[str, torch.Tensor], besides: Collection[str], computed: Collection[str]
-    ) -> dict[str, torch.Tensor]:
-        """Fill the tensors that `shard` holds, and take them out of `wanted`. Returns those that `read_into` can fill.
+    def _fill(
+        self,
+        wanted: Mapping[str, torch.Tensor],
+        besides: Collection[str],
+        computed: Collection[str],
+        reader: TensorReader,
+    ) -> set[str]:
+        """Fill these tensors, by name, and return the names of those that no file holds.
 
         The modules `besides` and the tensors `computed` are read later. Biases of zeros, which AutoGPTQ writes for
         every matrix, are left out where the model has none, as are zeros of symmetric activations.
         """
-        direct = {}
-        with _opened(shard) as tensors:
-            for stored, name in self._names(tensors):
-                target = wanted.pop(name, None)
-                if name in computed:
-                    continue
-                if target is None:
-                    module, suffix = module_and_suffix(name)
-                    is_zero = suffix in _ZEROS and not tensors.get_tensor(stored).float().any()
-                    if module not in besides or not (suffix in SUFFIXES or is_zero):
-                        self._refuse_unknown(name, shard)
-                    continue
-                _check_shape(_Stored.of(shard, tensors, stored), target.shape)
-                if is_direct(target, tensors.get_slice(stored).get_dtype()):
-                    direct[stored] = target
+        missing = {*wanted}
+        direct: dict[Path, dict[str, torch.Tensor]] = defaultdict(dict)
+        others: list[tuple[torch.Tensor, Stored]] = []
+        for name, stored in self.tensors:
+            if name in missing:
+                missing.remove(name)
+                target = wanted[name]
+                stored.check_shape(target.shape)
+                if is_direct(target, stored.dtype):
+                    direct[stored.shard][stored.name] = target
                 else:
-                    target.copy_(tensors.get_tensor(stored))
-        return direct
-
-    def _names(self, tensors: Any) -> Iterator[tuple[str, str]]:
-        """Of each tensor in a file, its name there and that in a checkpoint of the language model alone.
-
-        What other parts of a model with images or sound have is left out, and what predicts further tokens.
-        """
-        for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-            if not isinstance(self.config, ModelConfig) and self.config.is_extra(stored):
-                continue
-            if not isinstance(self.config, ModelConfig) or not self.config.is_part:
-                yield stored, f"model.{stored}" if stored.startswith(_WITHOUT_HEAD) else stored
-            elif LANGUAGE_MODEL.match(stored):
-                name = LANGUAGE_MODEL.sub("", stored)
-                yield stored, name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
-            elif stored.startswith(_OWN_NAMES):
-                yield stored, stored
+                    others.append((target, stored))
+            elif name not in computed:
+                module, suffix = module_and_suffix(name)
+                is_zero = suffix in _ZEROS and not reader.tensor(stored).float().any()
+                if module not in besides or not (suffix in SUFFIXES or is_zero):
+                    self._refuse_unknown(name, stored.shard)
+        with ThreadPoolExecutor(THREADS) as readers:
+            list(readers.map(lambda each: each[0].copy_(reader.tensor(each[1])), others))
+        read_into(direct)
+        return missing
 
     def _refuse_unknown(self, name: str, shard: Path) -> None:
         """Refuse a weight that the model has no place for: its results would be wrong. Some kinds are superfluous."""
@@ -434,10 +344,67 @@ class Checkpoint:
             )
 
 
-def _check_shape(stored: _Stored, expected: Sequence[int]) -> None:
-    shard, name, shape = stored
-    if shape != tuple(expected):
-        raise ModelLoadError(f"{shard.name}: {name} has the shape {list(shape)}, config.json makes it {list(expected)}")
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """Reads the matrices of modules as the checkpoint's `quantization` says."""
+
+    quantization: QuantizationConfig | None
+    stored: _Modules
+    reader: TensorReader
+
+    def quantized(self, name: str) -> QuantizedWeight:
+        """Raises `ModelLoadError`."""
+        return self._quantized(name, self.reader.module(self.stored[name]), None)
+
+    def parts(self, place: QuantizedPlace) -> list[QuantizedWeight | torch.Tensor]:
+        """Those of a matrix; dense ones in the checkpoint's dtype. Raises `ModelLoadError`."""
+        inputs = place.linear.weight.shape[1]
+        return [self._part(name, (outputs, inputs)) for name, outputs in place.parts.items()]
+
+    def _part(self, name: str, size: tuple[int, int]) -> QuantizedWeight | torch.Tensor:
+        tensors = self.reader.module(self.stored.get(name, {}))
+        weight = tensors.get("weight")
+        if weight is None or weight.dtype not in _DTYPES.values() or ABSMAX in tensors:
+            return self._quantized(name, tensors, size)
+        if weight.shape != size:
+            raise ModelLoadError(f"{name}.weight has the shape {[*weight.shape]}, config.json makes it {[*size]}")
+        return weight
+
+    def _quantized(
+        self, name: str, tensors: Mapping[str, torch.Tensor], size: tuple[int, int] | None
+    ) -> QuantizedWeight:
+        """size: None: as the tensors have it."""
+        form = None if self.quantization is None else self.quantization.format_of(name)
+        if form is None:
+            raise ModelLoadError(
+                f"{name} is quantised ({', '.join(sorted(tensors)) or 'it has no tensors'}), which config.json's "
+                "quantization_config does not say"
+            )
+        return read(form, name, tensors, size or shape_of(form, name, tensors))
+
+
+def _name_in_language_model(config: ModelConfig | TransformersConfig, stored: str) -> str | None:
+    """The name of a tensor in a checkpoint of the language model alone.
+
+    None for what other parts of a model with images or sound have, and what predicts further tokens.
+    """
+    if not isinstance(config, ModelConfig) and config.is_extra(stored):
+        return None
+    if not isinstance(config, ModelConfig) or not config.is_part:
+        return f"model.{stored}" if stored.startswith(_WITHOUT_HEAD) else stored
+    if LANGUAGE_MODEL.match(stored):
+        name = LANGUAGE_MODEL.sub("", stored)
+        return name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
+    return stored if stored.startswith(_OWN_NAMES) else None
+
+
+def _has_other_head(tensors: Mapping[str, Stored]) -> bool:
+    """Whether the files have a head of the embedding's shape and with other numbers: some fine-tunes train it."""
+    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if head is None or embedding is None or head.shape != embedding.shape:
+        return False
+    reader = TensorReader()
+    return not torch.equal(reader.tensor(head), reader.tensor(embedding))
 
 
 @contextmanager
@@ -447,20 +414,6 @@ def _shape_errors() -> Iterator[None]:
         yield
     except ShapeError as error:
         raise ModelLoadError(str(error)) from error
-
-
-@contextmanager
-def _opened(shard: Path) -> Iterator[Any]:
-    """Raises `ModelLoadError`, also for a tensor that is read."""
-    try:
-        with safe_open(shard, framework="pt") as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise _unreadable(shard, error) from error
-
-
-def _unreadable(shard: Path, error: SafetensorError) -> ModelLoadError:
-    return ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again")
 
 
 def _refuse_classifier(raw: Mapping[str, Any]) -> None:
@@ -478,40 +431,3 @@ def _is_for_embeddings(folder: Path, raw: Mapping[str, Any]) -> bool:
     """Whether a head that is missing is no damage: the model is named without one, or sentence-transformers' own."""
     bare = any(str(name).endswith("Model") for name in raw.get("architectures") or ())
     return bare or (folder / "modules.json").exists() or (folder / "1_Pooling").exists()
-
-
-def _tensor_names(shards: Sequence[Path]) -> list[str]:
-    names: list[str] = []
-    for shard in shards:
-        with _opened(shard) as tensors:
-            names += tensors.keys()
-    return names
-
-
-def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Raises `ModelLoadError` where there are no safetensors files, or not all that the index names."""
-    if (folder / INDEX).exists():
-        weight_map = read_json_object(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, Mapping) or not weight_map:
-            raise ModelLoadError(f"{folder / INDEX} has no weight_map")
-        shards = tuple(folder / str(name) for name in sorted(set(weight_map.values())))
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise ModelLoadError(
-                f"{folder}: {INDEX} names {len(shards)} files, {', '.join(missing)} missing: fetch it again"
-            )
-        return shards
-    if names := weight_names([file.name for file in folder.glob("*.safetensors")]):
-        return tuple(folder / name for name in names)
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise ModelLoadError(
-            f"{folder} holds its weights as pickles only ({', '.join(pickles[:3])}), which can run any code when read: "
-            "convert them to safetensors"
-        )
-    if others := sorted(path.name for pattern in _OTHERS for path in folder.glob(pattern)):
-        raise ModelLoadError(
-            f"{folder} holds no *.safetensors file, only {', '.join(others[:3])}, which is not served: choose a "
-            "repository of the same model with safetensors"
-        )
-    raise ModelLoadError(f"{folder} holds no *.safetensors file")
