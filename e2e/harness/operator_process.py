@@ -19,6 +19,7 @@ import aiohttp
 from llmservice_local.loopback import free_port
 from llmservice_operator.api.kinds import CHILD_KINDS, LLMSERVICES
 from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_planner.addresses import endpoint
 
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 SPEC: dict[str, Any] = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}}
@@ -30,6 +31,7 @@ class OperatorProcess:
     process: asyncio.subprocess.Process
     log: Path
     health_port: int
+    host: str = "127.0.0.1"
 
     @property
     def leads(self) -> bool:
@@ -41,10 +43,10 @@ class OperatorProcess:
     async def metrics(self) -> str:
         port = re.search(r"metrics on port (\d+)", self.log.read_text())
         assert port is not None, "the operator has not started"
-        return await self._get(f"http://127.0.0.1:{port[1]}/metrics")
+        return await self._get(f"http://{endpoint(self.host, int(port[1]))}/metrics")
 
     async def health(self) -> str:
-        return await self._get(f"http://127.0.0.1:{self.health_port}/healthz")
+        return await self._get(f"http://{endpoint(self.host, self.health_port)}/healthz")
 
     async def _get(self, url: str) -> str:
         async with aiohttp.ClientSession() as session, session.get(url) as response:

@@ -8,11 +8,12 @@ import math
 import os
 from pathlib import Path
 
+from llmservice_planner.addresses import ANY_ADDRESS
 from llmservice_planner.command import Command, port, positive
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    parser.add_argument("--host", default=ANY_ADDRESS, help="address to listen on (default: all, IPv4 and IPv6)")
     parser.add_argument("--port", type=port, default=8080, help="port to listen on; 0 takes a free one and logs it")
     parser.add_argument(
         "--metrics-port",

@@ -13,6 +13,8 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
+from llmservice_planner.addresses import endpoint
+
 SERVED_NAME_ANNOTATION = "serving.llmservice.io/served-name"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 PORT_NAME = "http"
@@ -272,9 +274,7 @@ def _identity(manifest: Manifest) -> tuple[str, str]:
 
 
 def _url(pod: Manifest) -> str:
-    address = pod["status"]["podIP"]
-    host = f"[{address}]" if ":" in address else address
-    return f"http://{host}:{_port(pod)}"
+    return f"http://{endpoint(pod['status']['podIP'], _port(pod))}"
 
 
 def _port(pod: Manifest) -> int:

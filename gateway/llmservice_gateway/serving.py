@@ -24,6 +24,7 @@ from llmservice_gateway.signing import Signer, SigningKeyError
 from llmservice_gateway.tls import Certificate, CertificateError
 from llmservice_httpserver.listening import HttpServer, ListenError, bind
 from llmservice_httpserver.protocol import BoundedHttpProtocol
+from llmservice_planner.addresses import endpoint
 from llmservice_planner.command import CommandError
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def _bind(host: str, port: int, flag: str) -> socket.socket:
 
 def _address(listener: socket.socket) -> str:
     address, port, *_ = listener.getsockname()
-    return f"{address}:{port}"
+    return endpoint(address, port)
 
 
 def _certificate(args: argparse.Namespace) -> Certificate | None:

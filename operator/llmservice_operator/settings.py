@@ -124,7 +124,11 @@ class OperatorSettings:
     )
     watch_silence_s: float = _setting("--watch-silence", "begin a watch anew that is silent so long", 70.0)
     resync_s: float = _setting("--resync", "seconds between two lists of what is watched", 300.0)
-    host: str = _setting("--host", "address of /metrics and /healthz", "0.0.0.0")
+    host: str = _setting(
+        "--host",
+        "address of /metrics, /healthz and the webhook (default: all of IPv4, or of IPv6 where env POD_IP is such)",
+        "::" if ":" in os.environ.get("POD_IP", "") else "0.0.0.0",  # kopf's servers listen on one family
+    )
     port: int = _setting("--port", "port of /metrics; 0 takes a free one", 8080)
     health_port: int = _setting("--health-port", "port of /healthz", 8081)
 

@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from llmservice_httpserver.protocol import BoundedHttpProtocol
+from llmservice_planner.addresses import endpoint
 
 KEEP_ALIVE_S = 75
 """Longer than the gateway's pool keeps a connection, so that no server closes one that is reused."""
@@ -51,9 +52,10 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket. Raises ListenError, which names the `flag` of the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    """A listening socket; `::` takes IPv4 too. Raises ListenError, which names the `flag` of the port."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if host == "::":
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -61,5 +63,5 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     except OSError as error:
         listener.close()
         why = error.strerror or error
-        raise ListenError(f"cannot listen on {host}:{port}: {why}: choose another {flag} or --host") from error
+        raise ListenError(f"cannot listen on {endpoint(host, port)}: {why}: choose another {flag} or --host") from error
     return listener

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from llmservice_httpserver.listening import HttpServer, ListenError, bind
 from llmservice_httpserver.protocol import MAX_HEAD_BYTES, BoundedHttpProtocol
+from llmservice_planner.addresses import ANY_ADDRESS
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -191,6 +193,14 @@ async def test_a_request_that_is_read_slowly_but_steadily_is_answered_whole() ->
         answer = await converse(port, head, *(body[at : at + 20_000] for at in range(0, len(body), 20_000)))
         assert answer.startswith(b"HTTP/1.1 200")
         assert app.bodies == [body]
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "::1"])
+def test_by_default_pods_of_ipv4_and_of_ipv6_are_reached(client: str) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with bind(ANY_ADDRESS, 0, "--port") as listener:
+        socket.create_connection((client, listener.getsockname()[1]), timeout=5).close()
 
 
 def test_a_taken_port_names_its_flag() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,12 @@ async def test_other_namespaces_are_not_reconciled(start: Start, kube: KubeClien
     assert await kube.get_child(CHILD_KINDS["Deployment"], "default", "tiny") is None
 
 
-async def test_health_and_metrics_are_served(start: Start, kube: KubeClient) -> None:
-    operator = await start()
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_health_and_metrics_are_served(host: str, start: Start, kube: KubeClient) -> None:
+    if ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    operator = await start("--host", host)
+    operator.host = host
     await create_service(kube, replicas=2)
     await until(lambda: has_replicas(kube, 2))
 

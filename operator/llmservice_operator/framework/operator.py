@@ -41,6 +41,7 @@ from llmservice_operator.review import Reviewer
 from llmservice_operator.settings import OperatorSettings
 from llmservice_operator.signals.held import HeldRequests, gateway_urls
 from llmservice_operator.signals.sources import PodSignals, PrometheusSignals, SignalError, Signals
+from llmservice_planner.addresses import endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Kopf:
                 clusterwide=not settings.namespaces,
                 namespaces=settings.namespaces,
                 standalone=True,
-                liveness_endpoint=f"http://{settings.host}:{settings.health_port}/healthz",
+                liveness_endpoint=f"http://{endpoint(settings.host, settings.health_port)}/healthz",
                 stop_flag=work.stop,
             )
         except Exception as error:

@@ -12,6 +12,7 @@ from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.deployment import CONTAINER, HTTP, METRICS, METRICS_PORT, PORT
 from llmservice_operator.children.volumes import FETCH_CONTAINER
 from llmservice_operator.locations import ModelLocation
+from llmservice_planner.addresses import endpoint
 
 _IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
 _CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -67,8 +68,7 @@ class Pod:
 
     @property
     def metrics_url(self) -> str:
-        host = f"[{self.ip}]" if ":" in (self.ip or "") else self.ip
-        return f"http://{host}:{self.metrics_port}/metrics"
+        return f"http://{endpoint(self.ip or '', self.metrics_port)}/metrics"
 
 
 def pods_of(manifests: Iterable[Manifest]) -> list[Pod]:

@@ -16,6 +16,7 @@ from llmservice_operator.children.deployment import PORT
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.pods.pod import Pod
 from llmservice_operator.sizing import SizingReport, parse_report
+from llmservice_planner.addresses import endpoint
 from llmservice_planner.prediction_error import StepGroup, read_steps
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class PodModels:
         """What a pod answers; None where it does not answer, or not as its server or its download would."""
         if pod.ip is None:
             return None
-        url = f"http://{f'[{pod.ip}]' if ':' in pod.ip else pod.ip}:{self._port}/{path}"
+        url = f"http://{endpoint(pod.ip, self._port)}/{path}"
         try:
             async with self._session.get(url, timeout=self._timeout) as response:
                 response.raise_for_status()

@@ -21,6 +21,7 @@ from llmservice_operator.children.deployment import METRICS
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.scaling.load import Held
 from llmservice_operator.signals.sources import SignalError
+from llmservice_planner.addresses import endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,5 @@ def gateway_urls(pods: Iterable[Manifest]) -> list[str]:
         containers = (pod.get("spec") or {}).get("containers") or []
         ports = [port for one in containers for port in one.get("ports") or [] if port.get("name") == METRICS]
         if address and ports and not pod["metadata"].get("deletionTimestamp"):
-            host = f"[{address}]" if ":" in address else address
-            urls.append(f"http://{host}:{ports[0]['containerPort']}")
+            urls.append(f"http://{endpoint(address, ports[0]['containerPort'])}")
     return urls

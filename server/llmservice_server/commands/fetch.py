@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from llmservice_planner.addresses import ANY_ADDRESS, endpoint
 from llmservice_planner.command import Command, CommandError, port
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--progress-port",
         type=port,
         metavar="PORT",
-        help="serve GET /progress there while fetching, on $LLMSERVICE_HOST (default: 0.0.0.0)",
+        help="serve GET /progress there while fetching, on $LLMSERVICE_HOST (default: all addresses)",
     )
 
 
@@ -85,11 +86,11 @@ def _fetch(args: argparse.Namespace, options: FetchOptions, progress: Progress) 
 
     with ExitStack() as stack:
         if args.progress_port is not None:
-            host = os.environ.get("LLMSERVICE_HOST", "0.0.0.0")
+            host = os.environ.get("LLMSERVICE_HOST", ANY_ADDRESS)
             try:
                 stack.enter_context(serve_progress(progress, host, args.progress_port))
             except OSError as error:  # the download is possible without it
-                _log(f"no /progress on {host}:{args.progress_port}: {error}")
+                _log(f"no /progress on {endpoint(host, args.progress_port)}: {error}")
         stack.enter_context(log_progress(progress, _log))
         return fetch(args.uri, args.directory, options, progress)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from llmservice_planner.addresses import ANY_ADDRESS
 from llmservice_planner.command import Command, CommandError, json_object, port
 from llmservice_planner.encoders import without_config
 from llmservice_planner.model_config import read_modules
@@ -59,7 +60,11 @@ def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what clients put in `model`; several are aliases (default: the folder's name)",
     )
-    add("--host", default=os.environ.get("LLMSERVICE_HOST", "0.0.0.0"), help="address to listen on, $LLMSERVICE_HOST")
+    add(
+        "--host",
+        default=os.environ.get("LLMSERVICE_HOST", ANY_ADDRESS),
+        help="address to listen on, $LLMSERVICE_HOST (default: all, IPv4 and IPv6)",
+    )
     add("--port", type=port, default=8000, help="port to listen on; 0 takes a free one and logs it")
     add(
         "--metrics-port",
