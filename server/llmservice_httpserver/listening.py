@@ -10,7 +10,6 @@ from typing import Any
 import uvicorn
 
 from llmservice_httpserver.protocol import BoundedHttpProtocol
-from llmservice_planner.addresses import endpoint
 
 KEEP_ALIVE_S = 75
 """Longer than the gateway's pool keeps a connection, so that no server closes one that is reused."""
@@ -63,5 +62,5 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     except OSError as error:
         listener.close()
         why = error.strerror or error
-        raise ListenError(f"cannot listen on {endpoint(host, port)}: {why}: choose another {flag} or --host") from error
+        raise ListenError(f"cannot listen on port {port} of {host}: {why}: choose another {flag} or --host") from error
     return listener

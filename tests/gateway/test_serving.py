@@ -152,7 +152,7 @@ async def test_a_taken_port_is_one_clear_sentence(served: tuple[Any, APIServer, 
         port = taken.getsockname()[1]
         process, log = await _started(kubeconfig, "--port", "0", flag, str(port))
         assert await process.wait() == 2
-    sentence = f"cannot listen on 127.0.0.1:{port}: Address already in use: choose another {flag} or --host"
+    sentence = f"cannot listen on port {port} of 127.0.0.1: Address already in use: choose another {flag} or --host"
     assert log.splitlines()[-1] == f"llmservice gateway: {sentence}"
 
 

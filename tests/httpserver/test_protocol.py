@@ -206,5 +206,5 @@ def test_by_default_pods_of_ipv4_and_of_ipv6_are_reached(client: str) -> None:
 def test_a_taken_port_names_its_flag() -> None:
     with bind("127.0.0.1", 0, "--port") as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ListenError, match=rf"127.0.0.1:{port}.*choose another --metrics-port"):
+        with pytest.raises(ListenError, match=rf"port {port} of 127.0.0.1.*choose another --metrics-port"):
             bind("127.0.0.1", port, "--metrics-port")

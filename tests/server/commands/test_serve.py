@@ -302,7 +302,7 @@ def test_a_taken_port_ends_the_server_with_one_sentence(
     port = server.url.rpartition(":")[2]
     second = start_server(flag, port)
     assert second.wait_for_exit() == 1
-    sentence = f"cannot listen on 127.0.0.1:{port}: Address already in use: choose another {flag} or --host"
+    sentence = f"cannot listen on port {port} of 127.0.0.1: Address already in use: choose another {flag} or --host"
     assert second.errors == [f"llmservice serve: {sentence}\n"]
 
 
