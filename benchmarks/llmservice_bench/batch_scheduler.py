@@ -15,9 +15,9 @@ from operator import attrgetter
 
 from llmservice_server.engine.admission import Admission
 from llmservice_server.engine.block_pool import BlockPool
-from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.config import LANES, EngineConfig
 from llmservice_server.engine.interfaces import Plan, Scheduled
-from llmservice_server.engine.request import LANES, Request, Status, new_block_table
+from llmservice_server.engine.request import Request, Status, new_block_table
 from llmservice_server.types.errors import ConfigError
 
 _PRIORITY = attrgetter("priority")

@@ -13,10 +13,11 @@ from kubernetes.aio.config import ConfigException
 
 from llmservice_gateway.access import Access
 from llmservice_gateway.app import Gateway
+from llmservice_gateway.counters import shared_counters
 from llmservice_gateway.holding import HoldLimits
 from llmservice_gateway.inference import GatewayConfig
 from llmservice_gateway.keys import Keyring
-from llmservice_gateway.limits import Limiter, shared_counters
+from llmservice_gateway.limits import Limiter
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.routing import Routing

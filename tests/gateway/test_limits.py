@@ -13,19 +13,17 @@ from typing import Any, cast
 import pytest
 
 from llmservice_gateway.access import Access
-from llmservice_gateway.keys import Key, Policy
-from llmservice_gateway.limits import (
+from llmservice_gateway.counters import (
     MINUTE_S,
     Counters,
-    Limiter,
-    LimitError,
     LocalCounters,
-    Reservation,
     SharedCounters,
     Window,
     budget_key,
     shared_counters,
 )
+from llmservice_gateway.keys import Key, Policy
+from llmservice_gateway.limits import Limiter, LimitError, Reservation
 from llmservice_gateway.metrics import GatewayMetrics
 
 NOVEMBER_S = 1_795_521_600.0  # 2026-11-24 12:00 UTC

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import NULL_BLOCK, BlockPool, PreemptionCost, SwapSpace
 from llmservice_server.engine.interfaces import Plan, Scheduled
-from llmservice_server.engine.request import LaneConfig, Request, Status
+from llmservice_server.engine.lane import LaneConfig
+from llmservice_server.engine.request import Request, Status
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 

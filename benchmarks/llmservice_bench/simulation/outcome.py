@@ -12,7 +12,7 @@ from typing import Any
 from llmservice_bench.simulation.latencies import GapHistogram
 from llmservice_bench.simulation.requests import SimulatedRequest
 from llmservice_operator.scaling.decision import Decision
-from llmservice_server.engine.request import LANES
+from llmservice_server.engine.config import LANES
 
 
 @dataclass(frozen=True, slots=True)

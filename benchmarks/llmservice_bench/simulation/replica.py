@@ -21,8 +21,9 @@ from llmservice_planner.latency import LatencyModel, StepBatch
 from llmservice_planner.output_lengths import DEFAULT_SHARE, OutputLengths
 from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal
 from llmservice_server.engine.block_pool import BlockPool
+from llmservice_server.engine.config import LANES
 from llmservice_server.engine.interfaces import Plan, Scheduled
-from llmservice_server.engine.request import LANES, Request
+from llmservice_server.engine.request import Request
 from llmservice_server.engine.scheduler import BATCH, INTERACTIVE, ContinuousScheduler, SchedulerConfig
 from llmservice_server.engine.step_timer import step_batch
 from llmservice_server.types.messages import GenerateRequest, SamplingParams

@@ -25,7 +25,7 @@ from llmservice_planner.charts import (
     svg_of,
     text_chart,
 )
-from llmservice_server.engine.request import LANES
+from llmservice_server.engine.config import LANES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,8 @@ Pooling = Literal["auto", "last", "mean", "cls"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
 QueueOrder = Literal["fcfs", "sjf"]
-LaneName = Literal["interactive", "batch"]  # in the order in which they are served
+LaneName = Literal["interactive", "batch"]
+LANES: tuple[str, ...] = get_args(LaneName)  # in the order in which they are served
 ToolCallFormatName = Literal[
     "auto",
     "none",

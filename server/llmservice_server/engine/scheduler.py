@@ -14,9 +14,10 @@ import msgspec
 
 from llmservice_server.engine.admission import Admission
 from llmservice_server.engine.block_pool import HASH_BYTES, NULL_BLOCK, BlockHashes, BlockPool, SwapSpace
-from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.config import LANES, EngineConfig
 from llmservice_server.engine.interfaces import Plan, Scheduled, Scheduler
-from llmservice_server.engine.request import LANES, Lane, LaneConfig, Request, Status
+from llmservice_server.engine.lane import Lane, LaneConfig
+from llmservice_server.engine.request import Request, Status
 from llmservice_server.engine.sequence_blocks import SequenceBlocks
 from llmservice_server.types.errors import ConfigError
 

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmservice_server.engine.request import LANES
+from llmservice_server.engine.config import LANES
 from llmservice_server.http.access_log import PROBES
 from llmservice_server.http.error import ApiError
 

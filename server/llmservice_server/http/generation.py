@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
-from llmservice_server.engine.request import LANES
+from llmservice_server.engine.config import LANES
 from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
 from llmservice_server.http.prompts import bad_token_ids, require_known
 from llmservice_server.http.protocol.chat import ChatRequest

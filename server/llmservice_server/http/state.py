@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmservice_planner.sizing_request import EXPECTED_TOKENS
 from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal, limit_of
-from llmservice_server.engine.request import LANES
+from llmservice_server.engine.config import LANES
 from llmservice_server.http.arrivals import Arrivals
 from llmservice_server.http.error import ApiError, invalid
 from llmservice_server.ipc.client import EngineClient

@@ -21,7 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llmservice_server.engine.request import LANES
+from llmservice_server.engine.config import LANES
 from llmservice_server.ipc.endpoint_picker import EndpointPickerMetrics
 from llmservice_server.ipc.step_times import LATENCY_BUCKETS, StepTimes, cumulative
 from llmservice_server.text.output_processor import RequestState

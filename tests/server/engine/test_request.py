@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_server.engine.request import Lane, LaneConfig, Request, TokenHistory, why_refused
+from llmservice_server.engine.lane import Lane, LaneConfig
+from llmservice_server.engine.request import Request, TokenHistory, why_refused
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 TOKENS = st.lists(st.integers(0, 30), max_size=40)

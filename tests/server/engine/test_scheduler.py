@@ -11,7 +11,8 @@ from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import Plan
-from llmservice_server.engine.request import LaneConfig, Request, Status
+from llmservice_server.engine.lane import LaneConfig
+from llmservice_server.engine.request import Request, Status
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig, continuous_config, make_scheduler
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
