@@ -21,7 +21,8 @@ from llmservice_planner.encoders import (
 from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family, find_family
 from llmservice_planner.quantization import SIDECAR, QuantizationConfig, QuantizationError, with_sidecar
 
-_MOST_LAYERS = 1024
+MOST_LAYERS = 1024
+"""As of `spec.model.shape`."""
 _NO_LIMIT = 10**12
 """transformers writes 10**30 into tokenizer_config.json where it knows of none."""
 
@@ -48,7 +49,7 @@ class _Values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ShapeError(f"config.json: {key} is {value!r}, expected a whole number that is not negative")
         if value >= 10**12:
-            raise ShapeError(f"config.json: {key} is {value:.2e}, expected less than 10**12")
+            raise ShapeError(f"config.json: {key} has {len(str(value))} digits, expected less than 10**12")
         return value
 
     def positive(self, key: str) -> int:
@@ -273,7 +274,7 @@ def _layer_types(text: Mapping[str, Any]) -> list[str] | None:
 
 
 def _is_small_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and 0 < value <= _MOST_LAYERS
+    return isinstance(value, int) and 0 < value <= MOST_LAYERS
 
 
 def _known() -> str:
@@ -399,9 +400,12 @@ def _dense_layers(values: _Values, layers: int) -> int:
     """Layers of a mixture-of-experts model that keep a dense MLP."""
     if first := values.count("first_k_dense_replace"):
         return min(first, layers)
-    only = set(values.get("mlp_only_layers") or ())
-    step = values.count("decoder_sparse_step") or 1
-    return sum(1 for layer in range(layers) if layer in only or (layer + 1) % step != 0)
+    only = values.get("mlp_only_layers") or ()
+    if not isinstance(only, list | tuple):
+        raise ShapeError(f"config.json: mlp_only_layers is {only!r}, expected a list of layers")
+    step = values.count("decoder_sparse_step") or 1  # every so many layers, one has experts
+    without = {each for each in only if isinstance(each, int) and 0 <= each < layers and (each + 1) % step == 0}
+    return layers - layers // step + len(without)
 
 
 def _latent(values: _Values) -> dict[str, Any]:

@@ -512,7 +512,7 @@ def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
         f"re:{fnmatch.translate(each)}" if "*" in each else each for each in _names(raw, "ignore", "exclude_modules")
     )
     layers = raw.get("quantized_layers")
-    if raw.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
+    if raw.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping) or not layers:
         return QuantizationConfig(((("Linear",), _modelopt_format(raw)),), ignored)
     formats: dict[WeightFormat, list[str]] = {}
     for name, settings in layers.items():
@@ -601,6 +601,8 @@ def _compressed_format(group: Mapping[str, Any], stored: str) -> WeightFormat:
     activations: Literal["int8", "fp8"] | None = None
     static = False
     if inputs:
+        if not isinstance(inputs, Mapping):
+            raise QuantizationError(f"config.json: input_activations are {inputs!r}, expected an object")
         found = inputs.get("type", "int"), inputs.get("num_bits"), bool(inputs.get("symmetric", True))
         accepted = [(kind, 8, True)] + [("float", 8, True)] * (bits == 4)
         if found not in accepted:

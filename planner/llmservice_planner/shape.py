@@ -21,7 +21,15 @@ from llmservice_planner.checkpoint import (
 )
 from llmservice_planner.encoders import is_encoder
 from llmservice_planner.families import FAMILIES
-from llmservice_planner.model_config import ShapeError, max_seq_length, names_dtype, patched, read_config, shape_fields
+from llmservice_planner.model_config import (
+    MOST_LAYERS,
+    ShapeError,
+    max_seq_length,
+    names_dtype,
+    patched,
+    read_config,
+    shape_fields,
+)
 from llmservice_planner.quantization import (
     CPU_COLUMNS,
     Quantization,
@@ -130,6 +138,8 @@ class ModelShape:
             raise ShapeError("kv_lora_rank needs qk_nope_head_dim, qk_rope_head_dim and v_head_dim beside it")
 
     def _check_layers(self) -> None:
+        if self.layers > MOST_LAYERS:
+            raise ShapeError(f"layers is {self.layers}, expected at most {MOST_LAYERS}")
         if self.sliding_layers > self.layers or self.dense_layers > self.layers:
             raise ShapeError(f"sliding_layers and dense_layers cannot exceed the {self.layers} layers")
         if min(self._own_layers) < 0 or not any(self._own_layers):

@@ -150,6 +150,7 @@ def test_the_context_is_the_one_that_yarn_stretches_to(
         ("deepseek-v3", {}, 3),
         ("qwen3-30b-a3b", {"mlp_only_layers": [0, 47]}, 2),
         ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, 24),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 47, 48, "x"]}, 26),
     ],
 )
 def test_dense_layers_of_a_mixture(config_of: ConfigOf, model: str, changes: dict[str, Any], dense: int) -> None:
@@ -176,7 +177,10 @@ def test_a_quantised_checkpoint_is_recognised(config_of: ConfigOf) -> None:
         ({"model_type": "jamba", "layer_types": ["mamba"]}, r"jamba is not .* has layers of mamba: .*--shape"),
         ({"model_type": None}, r"model_type is None, expected one of llama"),
         ({"num_hidden_layers": "32"}, r"num_hidden_layers is '32', expected a whole number"),
-        ({"hidden_size": 10**300}, r"hidden_size is 1.00e\+300, expected less than 10\*\*12"),
+        ({"hidden_size": 10**400}, r"hidden_size has 401 digits, expected less than 10\*\*12"),
+        ({"num_hidden_layers": 10**11}, r"layers is 100000000000, expected at most 1024"),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 10**11}, r"layers is 100000000000, expected at most 1024"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, r"mlp_only_layers is 3, expected a list of layers"),
         ({"hidden_size": 0}, r"hidden_size is 0, expected a positive whole number"),
         ({"num_attention_heads": True}, r"num_attention_heads is True"),
         ({"vocab_size": 1.5}, r"vocab_size is 1.5"),

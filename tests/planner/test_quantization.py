@@ -217,6 +217,10 @@ def test_the_head_is_fp8_where_others_are_named_without_it(names: dict[str, Any]
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "INT4"}},
             "quant_algo is 'INT4', expected one of FP8",
         ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+            "quant_algo is 'MIXED_PRECISION', expected one of FP8",
+        ),
         ({"quant_method": "auto-round", "bits": 2, "group_size": 128}, "bits is 2, expected 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": True}, "dynamic is no object of objects"),
         (
@@ -237,6 +241,14 @@ def test_the_head_is_fp8_where_others_are_named_without_it(names: dict[str, Any]
                 "config_groups": {"a": {"weights": INT4, "input_activations": {**ROUNDED, "symmetric": False}}},
             },
             "config.json: activations are asymmetric int of 8 bits, expected symmetric int of 8 bits, or none",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "config_groups": {"a": {"weights": INT4, "input_activations": 8}},
+            },
+            "config.json: input_activations are 8, expected an object",
         ),
         (
             {
