@@ -11,7 +11,7 @@ from llmservice_planner.gpu import GPU
 from llmservice_planner.latency import LatencyModel
 from llmservice_planner.overhead import OverheadTerm, adapter_term, fixed_terms, logits_row_bytes
 from llmservice_planner.sizing_request import SizingRequest
-from llmservice_planner.step_tokens import LEAST_TOKENS, StepTokens, step_tokens
+from llmservice_planner.step_tokens import LEAST_TOKENS, MOST_TOKENS, StepTokens, step_tokens
 
 NULL_BLOCKS = 1
 """The null block, to which padding in block tables refers; it holds no token."""
@@ -173,7 +173,7 @@ class Budget:
 def _step(request: SizingRequest, latency: LatencyModel | None) -> StepTokens:
     most = None
     if latency is not None and request.itl_p99_s is not None:
-        most = int(request.itl_p99_s / latency.prefill_s(LEAST_TOKENS) * LEAST_TOKENS)
+        most = latency.longest_prefill(request.itl_p99_s, MOST_TOKENS)
     step = step_tokens(
         request.device.memory_bytes if isinstance(request.device, GPU) else None,
         total=request.max_num_batched_tokens,

@@ -205,7 +205,7 @@ def _itl_target(latency: LatencyModel, target_s: float, alone_s: float, budget_t
     if chunk_s > target_s:
         yield (
             f"target: a step that carries a full chunk of {budget_tokens} prompt tokens takes {_ms(chunk_s)}, "
-            f"past {_ms(target_s)}: lower max_num_batched_tokens to {int(budget_tokens * target_s / chunk_s)}"
+            f"past {_ms(target_s)}: lower max_num_batched_tokens to {latency.longest_prefill(target_s, budget_tokens)}"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -253,6 +254,10 @@ class LatencyModel:
             seconds += self.seconds(StepBatch(0, 0, size, 1, attention_pairs(start, size)))
             start += size
         return seconds
+
+    def longest_prefill(self, seconds: float, most: int) -> int:
+        """Tokens of the longest prompt, up to `most`, that one step computes in so long; 0: none is so short."""
+        return bisect_right(range(1, most + 1), seconds, key=self.prefill_s)
 
     def _base_s(self, num_seqs: float, tokens: float) -> float:
         matrices_s = max(self._weights_s(tokens), self.token_s * tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llmservice_planner.gpu import GIB
 
 LEAST_TOKENS = 2048
-_LARGE_GIB, _TOKENS_OF_LARGE = 70, 8192
+_LARGE_GIB, MOST_TOKENS = 70, 8192
 """With so much memory, the activations of such a step are about a hundredth of it (8B model). vLLM has the same
 numbers."""
 _CHUNKS_OF_A_STEP = 8
@@ -40,7 +40,7 @@ def step_tokens(
     if total is not None:
         return StepTokens(total, min(total, _chunk(total)), "as set")
     gib = (gpu_memory_bytes or 0) / GIB
-    tokens = _TOKENS_OF_LARGE if gib >= _LARGE_GIB else LEAST_TOKENS
+    tokens = MOST_TOKENS if gib >= _LARGE_GIB else LEAST_TOKENS
     reason = "for a CPU" if gpu_memory_bytes is None else f"for a GPU of {gib:.0f} GiB"
     if most_for_target is not None and most_for_target < tokens:
         tokens = max(_FLOOR_WITH_TARGET, most_for_target // _MULTIPLE * _MULTIPLE)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from llmservice_planner.budget import Budget
-from llmservice_planner.latency import LatencyModel
 from llmservice_planner.sizing_request import EXPECTED_TOKENS, SizingError, SizingRequest
 
 Workload = Literal["chat", "longContext", "batch", "embeddings"]
@@ -17,7 +15,6 @@ WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 READING_S = 0.1
 """Per token: twice as fast as people read, 238 words (about 320 tokens) a minute (Brysbaert, Journal of Memory and
 Language 109, 2019)."""
-_MOST_STEP = 8192
 _EMBEDDING_TOKENS = 512
 _LEAST_STEP = 512
 _MULTIPLE = 64
@@ -50,7 +47,8 @@ def _chat(request: SizingRequest) -> Iterator[_Change]:
     if request.max_num_batched_tokens is not None or request.itl_p99_s is not None or latency is None:
         return
     step = Budget.of(request).step.total
-    tokens = min(step, _most_in(latency, READING_S))
+    longest = latency.longest_prefill(READING_S, step)
+    tokens = min(step, max(_LEAST_STEP, longest // _MULTIPLE * _MULTIPLE))
     if tokens < step:
         took = latency.prefill_s(tokens)
         reason = f"steps of {tokens} tokens: a prompt in one delays other answers by {took * 1e3:.0f} ms"
@@ -99,9 +97,3 @@ def _fewer_rows(request: SizingRequest, expected: int) -> Iterator[_Change]:
             {"least_sequence_tokens": least},
             f"sequences of {least} tokens, a quarter of the expected, fill the memory: logits of more would take cache",
         )
-
-
-def _most_in(latency: LatencyModel, seconds: float) -> int:
-    """The longest step of prompt tokens that takes so long, at least 512."""
-    sizes = range(_LEAST_STEP, _MOST_STEP + 1, _MULTIPLE)
-    return sizes[max(0, bisect_right(sizes, seconds, key=latency.prefill_s) - 1)]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmservice_planner.budget import Budget
 from llmservice_planner.gpu import GIB, GPU, cpu_device, find_gpu
 from llmservice_planner.overhead import logits_row_bytes
 from llmservice_planner.shape import ModelShape
@@ -316,6 +317,18 @@ def test_a_step_has_as_many_tokens_as_memory_and_target_suggest(
     answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=find_gpu(gpu), max_model_len=4096, **changes))
     assert (answer.max_num_batched_tokens, answer.prefill_chunk_tokens) == (tokens, chunk)
     assert any(line.startswith("step: ") and reason in line for line in answer.explanation)
+
+
+@pytest.mark.parametrize("target_s", [0.05, 0.1, 0.15, 0.2])
+def test_a_step_for_the_target_meets_it_and_so_does_what_is_advised(shape_of: ShapeOf, target_s: float) -> None:
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=4096, itl_p99_s=target_s)
+    assert not [line for line in plan(request).explanation if line.startswith("target: ")]
+    too_long = plan(replace(request, max_num_batched_tokens=8192)).explanation
+    (advice,) = (line for line in too_long if line.startswith("target: "))
+    latency = Budget.of(request).latency
+    assert latency is not None
+    tokens = int(advice.rpartition(" ")[2])
+    assert latency.prefill_s(tokens) <= target_s < latency.prefill_s(tokens + 1)
 
 
 def test_long_steps_keep_no_model_from_fitting(shape_of: ShapeOf) -> None:
