@@ -57,12 +57,13 @@ def of_traffic(statistics: Statistics, traffic: Traffic) -> list[Recommendation]
 def of_replica(
     statistics: Statistics, traffic: Traffic, request: SizingRequest, targets: Targets
 ) -> list[Recommendation] | None:
-    """With a model on a GPU: settings, targets and replicas; None if it does not fit or its rates are unknown.
+    """With a model on a GPU: settings, targets and replicas; None if it does not fit, its rates are unknown, or waits
+    have no bound, as it holds hardly more than one request.
 
     `targets`: those that the user has set; the others are recommended.
     """
     found = _shortest_good_steps(request, traffic.work, targets)
-    if found is None:
+    if found is None or math.isinf(found[1].ttft_s):
         return None
     sizing, capacity, share = found
     tokens = sizing.max_num_batched_tokens

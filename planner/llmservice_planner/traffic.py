@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 HASH_TOKENS = 512
 """Prompt tokens that one of Mooncake's `hash_ids` stands for; the last may stand for fewer."""
 _SHOWN = 120
+_MOST_TOKENS = 10**9
 
 
 class TraceError(ValueError):
@@ -262,6 +263,8 @@ def _lengths(prompt: object, output: object, names: tuple[str, ...] = ()) -> tup
             raise ValueError(f"{name} must be a whole number")  # noqa: TRY004 - of the trace, not of the program
     if not isinstance(prompt, int) or not isinstance(output, int) or prompt < 1 or output < 1:
         raise ValueError("lengths must be at least 1")
+    if max(prompt, output) > _MOST_TOKENS:
+        raise ValueError("lengths must be at most 10**9")
     return prompt, output
 
 

@@ -94,8 +94,8 @@ def _recommend(args: argparse.Namespace, statistics: Statistics) -> list[Recomme
     found = of_replica(statistics, traffic, request, Targets(args.ttft_p99, args.itl_p99))
     if found is None:
         raise CommandError(
-            f"on {args.gpu} the model does not fit, or no request meets the targets: compare the GPUs with "
-            "`llmservice plan --trace`",
+            f"on {args.gpu} the model does not fit, no request meets the targets, or so few are held at once that "
+            "their waits have no bound: compare the GPUs with `llmservice plan --trace`",
             status=1,
         )
     return found

@@ -15,7 +15,8 @@ from llmservice_planner.traffic import HASH_TOKENS, TraceError, TraceRequest
 
 STATIC_BATCH = 32
 _WINDOWS_S = (1, 5, 10, 30, 60, 300, 600, 1800, 3600, 21600, 86400)
-_MOST_WINDOWS = 120
+_MOST_WINDOWS = 120  # unless the user chooses their length
+_MOST_CHOSEN_WINDOWS = 1_000_000
 _PREDICTED = 20_000  # requests by which the prediction is judged
 _APART = 50  # requests: such pairs wait in a queue together
 
@@ -137,7 +138,8 @@ class Statistics:
 def summarise(
     requests: Iterable[TraceRequest], *, window_s: float | None = None, static_batch: int = STATIC_BATCH
 ) -> Statistics:
-    """In one pass over the requests, of which 20 bytes each are kept. Raises `TraceError` if there is none.
+    """In one pass over the requests, of which 20 bytes each are kept. Raises `TraceError` if there is none, or a
+    million windows.
 
     `window_s` None: the shortest common one with at most 120 windows.
     """
@@ -210,6 +212,11 @@ def _window_s(duration_s: float) -> float:
 
 
 def _windows(arrivals: array[float], prompts: array[int], outputs: array[int], window_s: float) -> Windows:
+    if arrivals[-1] > _MOST_CHOSEN_WINDOWS * window_s:
+        raise TraceError(
+            f"the requests span {arrivals[-1]:.4g} s, more than a million windows of {window_s:g} s: check their "
+            "times, or choose longer windows"
+        )
     complete = int(arrivals[-1] / window_s)
     if not complete:  # shorter than one window
         window_s, complete = arrivals[-1] or window_s, 1

@@ -193,6 +193,7 @@ def test_each_format_is_detected_and_read(
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnan,1,1\n", "line 2: TIMESTAMP must be a finite number"),
         ("\n\nTIMESTAMP,ContextTokens,GeneratedTokens\nnan,1,1\n", "line 4: TIMESTAMP"),
         ("Timestamp,Request tokens,Response tokens\n1,-2,5\n", "line 2: lengths must be at least 1"),
+        (f"Timestamp,Request tokens,Response tokens\n1,2,{10**30}\n", "line 2: lengths must be at most"),
         ("prompt,answer\n1,2\n", "line 1: of no known format .azure, burstgpt, mooncake"),
         ('{"a": 1}\n', "line 1: of no known format"),
         (MOONCAKE + "{not json\n", "line 11: expected a JSON object, found '{not json'"),

@@ -86,6 +86,7 @@ def test_window_and_batch_are_the_users(capsys: Capture) -> None:
         ([SAMPLE, "--gpu", "l4"], "a replica needs both --model and --gpu"),
         ([SAMPLE, "--itl-p99", "50ms"], "targets are about a replica: give --model and --gpu as well"),
         ([SAMPLE, "--html", "/nowhere/report.html"], "/nowhere is no folder"),
+        ([SAMPLE, "--window", "1e-9s"], "more than a million windows of 1e-09 s"),
         ([SAMPLE, "--format", "burstgpt"], "no column Timestamp, Request tokens, Response tokens"),
         ([SAMPLE, "--model", "/nowhere", "--gpu", "l4"], "/nowhere/config.json does not exist"),
     ],
@@ -100,4 +101,14 @@ def test_a_users_error_ends_with_2_and_one_sentence(arguments: list[str], messag
 
 def test_replica_that_does_not_fit_ends_with_1(model: Path, capsys: Capture) -> None:
     assert traffic(SAMPLE, "--model", model, "--gpu", "t4") == 1
-    assert "on t4 the model does not fit, or no request meets the targets" in capsys.readouterr().err
+    assert "on t4 the model does not fit, no request meets the targets, or" in capsys.readouterr().err
+
+
+def test_replica_that_holds_hardly_more_than_one_request_ends_with_1(
+    model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    trace = tmp_path / "long.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i * 100},12000,200\n" for i in range(50)))
+    assert traffic(trace, "--model", model, "--gpu", "l4") == 1
+    assert "so few are held at once that their waits have no bound" in capsys.readouterr().err
+    assert traffic(trace, "--model", model, "--gpu", "l4", "--ttft-p99", "10m") == 0
