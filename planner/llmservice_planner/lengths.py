@@ -37,18 +37,14 @@ class Lengths:
     @classmethod
     def parse(cls, text: str) -> Lengths:
         """From `p50=512,p99=4096`, or `512` where all are alike."""
-        given: dict[str, float] = {}
+        parts = [part.strip().partition("=") for part in text.split(",")]
         try:
-            for part in text.split(","):
-                name, equals, number = part.strip().partition("=")
-                given[name if equals else "all"] = float(number if equals else name)
+            given = {name if equals else "all": float(number if equals else name) for name, equals, number in parts}
         except ValueError:
             given = {}
-        if set(given) == {"all"}:
-            return cls(given["all"], given["all"])
-        if set(given) != {"p50", "p99"}:
+        if len(given) < len(parts) or set(given) not in ({"all"}, {"p50", "p99"}):
             raise LengthsError(f"{text!r} is no length in tokens, expected p50=512,p99=4096, or 512 if all are alike")
-        return cls(given["p50"], given["p99"])
+        return cls(given["all"], given["all"]) if "all" in given else cls(given["p50"], given["p99"])
 
     def points(self) -> list[float]:
         """Equally likely lengths, sorted."""

@@ -42,6 +42,8 @@ def test_lengths_are_parsed(text: str, expected: Lengths) -> None:
         ("", "expected p50=512,p99=4096"),
         ("p50=512", "expected p50=512,p99=4096"),
         ("p50=512,p99=4096,p95=1", "expected p50=512,p99=4096"),
+        ("512,4096", "'512,4096' is no length in tokens"),
+        ("p50=512,p99=4096,p99=5000", "expected p50=512,p99=4096"),
         ("many", "'many' is no length in tokens"),
         ("p50=4096,p99=512", "p99 not below it"),
         ("0", "p50 of at least 1"),
