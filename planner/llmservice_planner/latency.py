@@ -182,9 +182,12 @@ class LatencyModel:
         if not isinstance(given, Mapping):
             raise LatencyError(f"{path} holds {type(given).__name__}, expected an object with the coefficients")
         try:
-            return cls.from_dict(given)
+            found = cls.from_dict(given)
         except LatencyError as error:
             raise LatencyError(f"{path}: {error}") from error
+        if not found.step_s and not found.weights_s and not found.token_s:
+            raise LatencyError(f"{path}: step_s, weights_s and token_s are 0, by which steps take no time")
+        return found
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)

@@ -54,7 +54,7 @@ def read_steps(report: Mapping[str, Any]) -> list[StepGroup]:
     """The `steps` of a server's report; none from a server that does not report them. Raises `MeasurementError`."""
     try:
         return [_group(each) for each in report.get("steps") or () if int(each["steps"]) > 0]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise MeasurementError(f"its steps are not those of llmservice serve: {error!r}") from error
 
 
@@ -73,7 +73,7 @@ def predictions(answer: Plan, latency: LatencyModel | None, report: Mapping[str,
     """A plan against a server's report; the times of steps where `latency` is known. Raises `MeasurementError`."""
     try:
         blocks, weights = int(report["num_blocks"]), int(report["memory_bytes"]["weights"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise MeasurementError(f"it is no answer of GET /sizing: {error!r}") from error
     found = [
         Prediction("blocks", max(0, answer.num_blocks - NULL_BLOCKS), blocks, "blocks"),

@@ -107,6 +107,7 @@ def test_a_model_survives_json(model: LatencyModel) -> None:
         (json.dumps({**_example().to_dict(), "token_s": -1}), "token_s is -1"),
         (json.dumps({**_example().to_dict(), "token_s": "fast"}), "token_s is 'fast'"),
         (json.dumps({**_example().to_dict(), "pair_s": math.nan}), "pair_s is nan"),
+        (json.dumps(dict.fromkeys(_example().to_dict(), 0)), "step_s, weights_s and token_s are 0"),
         (json.dumps({**_example().to_dict(), "expert_idle": 2}), "expert_idle is 2, expected at most 1"),
     ],
 )

@@ -279,6 +279,7 @@ def test_a_plan_is_compared_with_what_a_server_measured(tmp_path: Path, capsys: 
         ("no JSON", (), "it is no JSON"),
         ("[]", (), "it holds list, not an object"),
         ("{}", (), "it is no answer of GET /sizing"),
+        ('{"num_blocks": Infinity, "memory_bytes": {"weights": 1}}', (), "it is no answer of GET /sizing"),
         ("{}", ("--curve",), "--measured compares a plan for one device"),
     ],
 )

@@ -31,7 +31,9 @@ def test_steps_are_read_as_the_mean_of_what_a_step_computed() -> None:
     assert read_steps({}) == []
 
 
-@pytest.mark.parametrize("steps", [3, [{"kind": "decode"}], ["decode"], [reported() | {"seconds": "long"}]])
+@pytest.mark.parametrize(
+    "steps", [3, [{"kind": "decode"}], ["decode"], [reported() | {"seconds": "long"}], [reported() | {"steps": 1e999}]]
+)
 def test_what_is_no_report_of_a_server_is_refused(steps: Any) -> None:
     with pytest.raises(MeasurementError, match="not those of llmservice serve"):
         read_steps({"steps": steps})
