@@ -225,9 +225,8 @@ def _candidate(
             price_per_gpu_hour=price,
             problem=NOT_SERVABLE if count > 1 else "",
         )
-    return Candidate(
-        gpu=gpu, gpu_count=1, request=request, price_per_gpu_hour=price, problem=f"{problem}, nor do more GPUs help"
-    )
+    problem += ", nor do more GPUs help" if measured is None else ""
+    return Candidate(gpu=gpu, gpu_count=1, request=request, price_per_gpu_hour=price, problem=problem)
 
 
 def _best_budget(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from llmservice_planner.budget import Budget
 from llmservice_planner.capacity import UTILISATION
 from llmservice_planner.capacity_plan import NOT_SERVABLE, Candidate, Targets, Traffic, candidates
 from llmservice_planner.gpu import GPUS, find_gpu
@@ -89,6 +90,9 @@ def test_promise_that_no_gpu_keeps_has_a_reason(targets: Targets, problem: str) 
     (found,) = planned("l4", targets=targets)
     assert found.replicas == 0
     assert problem in found.problem
+    assert "nor do more GPUs help" in found.problem
+    (of_one,) = candidates(base(), [find_gpu("l4")], CHAT, targets, latency=Budget.of(base()).latency)
+    assert of_one.problem.endswith(problem)  # a measured latency is of one GPU, and no more were tried
 
 
 def test_shorter_steps_are_chosen_where_a_full_chunk_misses_the_itl_target() -> None:
