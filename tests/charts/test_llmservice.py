@@ -476,6 +476,14 @@ def test_limits_and_origins_reach_the_gateway(chart: helm.Chart) -> None:
     } <= set(container["args"])
 
 
+def test_a_million_is_passed_on_as_the_flags_take_it(chart: helm.Chart) -> None:
+    """Helm's numbers are floats, which it would write as 1e+06."""
+    values = {"gateway": {"hold": {"maxRequests": 1_000_000, "maxMiB": 1_000_000}}}
+    gateway = named(render(chart, values), "Deployment", "release-llmservice-gateway")
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    assert {"--max-held-requests=1000000", "--max-held-mib=1000000"} <= set(container["args"])
+
+
 def test_keys_reach_the_gateway_and_their_public_half_alone_the_operator(chart: helm.Chart) -> None:
     redis = {"secretName": "redis"}
     keys = {"enabled": True, "signingSecretName": "signing", "redis": redis}
