@@ -32,6 +32,8 @@ INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 LENGTH_BYTES = 8
 """Of a file's start, which `header_length` reads."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OTHERS = ("*.gguf", "*.onnx", "onnx/*.onnx")
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TARGET_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -125,6 +127,22 @@ def weight_names(names: Collection[str]) -> list[str]:
     if _WHOLE in found and INDEX not in names:
         return [_WHOLE]
     return [name for name in found if not name.startswith("consolidated")] or found
+
+
+def refuse_other_formats(folder: Path) -> None:
+    """Raises `ShapeError` where the weights in `folder` are pickles, GGUF or ONNX alone."""
+    if any(folder.glob("*.safetensors")):
+        return
+    if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
+        raise ShapeError(
+            f"{folder} holds its weights as pickles only ({', '.join(pickles[:3])}), which can run any code when read: "
+            "convert them to safetensors"
+        )
+    if others := sorted(path.name for pattern in _OTHERS for path in folder.glob(pattern)):
+        raise ShapeError(
+            f"{folder} holds no *.safetensors file, only {', '.join(others[:3])}, which is not served: choose a "
+            "repository of the same model with safetensors"
+        )
 
 
 def _shards(folder: Path) -> list[Path]:

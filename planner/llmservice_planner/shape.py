@@ -15,6 +15,7 @@ from llmservice_planner.checkpoint import (
     WeightCounts,
     has_head,
     read_tensors,
+    refuse_other_formats,
     refuse_separate_experts,
     stored_dtype,
     weights_bytes,
@@ -168,6 +169,7 @@ class ModelShape:
         overrides: of config.json, as `patched` takes them.
         """
         config = patched(read_config(folder), overrides)
+        refuse_other_formats(folder)
         if not names_dtype(config):
             config["dtype"] = stored_dtype(read_tensors(folder).values())
         shape = cls.from_config(config)

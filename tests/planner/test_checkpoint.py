@@ -82,6 +82,24 @@ def test_a_folder_without_safetensors_has_no_size(tmp_path: Path) -> None:
     assert weights_bytes(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("pytorch_model.bin", r"holds its weights as pickles only \(pytorch_model.bin\)"),
+        ("model-Q4_K_M.gguf", r"only model-Q4_K_M.gguf, which is not served"),
+        ("onnx/model.onnx", r"only model.onnx, which is not served"),
+    ],
+)
+def test_weights_in_other_formats_alone_are_refused(tmp_path: Path, file: str, message: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(ShapeError, match=message):
+        ModelShape.from_folder(tmp_path)
+    save_file(_TENSORS, tmp_path / "model.safetensors")
+    assert ModelShape.from_folder(tmp_path).layers == 32
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     _sharded(tmp_path)
     (tmp_path / "model-1.safetensors").unlink()

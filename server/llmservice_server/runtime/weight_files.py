@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.checkpoint import INDEX, weight_names
+from llmservice_planner.checkpoint import INDEX, refuse_other_formats, weight_names
+from llmservice_planner.shape import ShapeError
 from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ModelLoadError
-
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_OTHERS = ("*.gguf", "*.onnx", "onnx/*.onnx")
 
 
 class Stored(NamedTuple):
@@ -79,17 +77,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return shards
     if names := weight_names([file.name for file in folder.glob("*.safetensors")]):
         return tuple(folder / name for name in names)
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise ModelLoadError(
-            f"{folder} holds its weights as pickles only ({', '.join(pickles[:3])}), which can run any code when read: "
-            "convert them to safetensors"
-        )
-    if others := sorted(path.name for pattern in _OTHERS for path in folder.glob(pattern)):
-        raise ModelLoadError(
-            f"{folder} holds no *.safetensors file, only {', '.join(others[:3])}, which is not served: choose a "
-            "repository of the same model with safetensors"
-        )
+    try:
+        refuse_other_formats(folder)
+    except ShapeError as error:
+        raise ModelLoadError(str(error)) from error
     raise ModelLoadError(f"{folder} holds no *.safetensors file")
 
 
