@@ -53,18 +53,19 @@ class StoredTensor:
 
 
 def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
-    """Bytes of all tensors in the safetensors files of `folder`; None if there are none.
+    """Bytes of all tensors in the safetensors files of a `folder` whose config.json names no quantisation, or mxfp4.
 
-    With `dtype` (float32, bfloat16, float16), floating-point tensors count as converted to it; quantised ones keep
-    their size. Raises `ShapeError` if a shard is missing or its header is invalid.
+    None if there are none. With `dtype` (float32, bfloat16, float16), floating-point tensors count as converted to it;
+    others keep their size. Raises `ShapeError` if a shard is missing, its header is invalid, or a matrix is quantised.
     """
     shards = _shards(folder)
     if not shards:
         return None
-    tensors = (tensor for shard in shards for tensor in _read_header(shard).values())
+    tensors = [item for shard in shards for item in _read_header(shard).items()]
+    refuse_quantized(name for name, _ in tensors)
     return sum(
         tensor.nbytes if dtype is None or tensor.dtype not in _FLOAT_BYTES else tensor.elements * _TARGET_BYTES[dtype]
-        for tensor in tensors
+        for _, tensor in tensors
     )
 
 
@@ -295,6 +296,14 @@ def refuse_embedding(module: str) -> None:
         raise ShapeError(
             f"{module} is quantised, which is served of linear layers only: quantise the checkpoint without its "
             "embeddings"
+        )
+
+
+def refuse_quantized(names: Iterable[str]) -> None:
+    """Raises `ShapeError` for a packed matrix among the tensors: of a config.json without a `quantization_config`."""
+    if name := next((name for name in names if name.endswith((".qweight", ".weight_packed"))), None):
+        raise ShapeError(
+            f"{name} is quantised, of which config.json says nothing: choose a checkpoint with a quantization_config"
         )
 
 

@@ -16,6 +16,7 @@ from llmservice_planner.checkpoint import (
     has_head,
     read_tensors,
     refuse_other_formats,
+    refuse_quantized,
     refuse_separate_experts,
     stored_dtype,
     weights_bytes,
@@ -184,10 +185,12 @@ class ModelShape:
             return self
         if self.architecture == "gpt_oss":
             refuse_separate_experts(tensors)
+        if (quantization := QuantizationConfig.of(config)) is None:
+            refuse_quantized(tensors)
         tied = self.tie_word_embeddings or not has_head(tensors)
         counts = WeightCounts.of(
             {name: tensor for name, tensor in tensors.items() if not self._lacks(name)},
-            QuantizationConfig.of(config),
+            quantization,
             layers=self.layers,
             hidden_size=self.hidden_size,
             tied=tied,

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, place_of, stored_dtype, weights_bytes
 from llmservice_planner.model_config import ShapeError
+from llmservice_planner.model_source import read_model
 from llmservice_planner.quantization import QuantizationConfig
 from llmservice_planner.shape import ModelShape
 
@@ -98,6 +99,17 @@ def test_weights_in_other_formats_alone_are_refused(tmp_path: Path, file: str, m
         ModelShape.from_folder(tmp_path)
     save_file(_TENSORS, tmp_path / "model.safetensors")
     assert ModelShape.from_folder(tmp_path).layers == 32
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_quantised_matrices_of_which_the_config_says_nothing_are_refused(tmp_path: Path, model_type: str) -> None:
+    """AutoGPTQ's first checkpoints have quantize_config.json alone, which is not read."""
+    sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "n_positions": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "dtype": "float16", **sizes}))
+    name = "model.layers.0.mlp.down_proj.qweight"
+    save_file({name: np.zeros((2, 4), np.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ShapeError, match=f"{name} is quantised, of which config.json says nothing"):
+        read_model(str(tmp_path)).weights_bytes("float16")
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
