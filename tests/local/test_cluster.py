@@ -423,6 +423,40 @@ async def test_orphans_outlive_their_owner(cluster: LocalCluster, kube: KubeClie
     assert len(await ready_pods(kube)) == 1
 
 
+async def test_orphans_are_adopted_by_the_next_deployment_of_their_name(
+    cluster: LocalCluster, kube: KubeClient
+) -> None:
+    created = await kube.create(DEPLOYMENTS, "default", deployment())
+    (before,) = await until_ready(kube, 1)
+    await kube.delete(DEPLOYMENTS, created, propagation="Orphan")
+
+    async def recreated() -> bool:
+        try:
+            await kube.create(DEPLOYMENTS, "default", deployment())
+        except ApiError:  # the first one is still being deleted
+            return False
+        return True
+
+    async def adopted() -> bool:
+        status = (await kube.get(DEPLOYMENTS, "default", "web")).get("status") or {}
+        return status.get("readyReplicas") == status.get("updatedReplicas") == 1
+
+    await until(recreated)
+    await until(adopted)
+    (after,) = await until_ready(kube, 1)
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+
+
+async def test_pod_that_loses_its_label_is_replaced_and_stays(cluster: LocalCluster, kube: KubeClient) -> None:
+    await kube.create(DEPLOYMENTS, "default", deployment())
+    (before,) = await until_ready(kube, 1)
+    await kube.merge(PODS, before, {"metadata": {"labels": {"app": "examined"}}})
+    (after,) = await until(lambda: ready_pods(kube))
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+    (examined,) = await ready_pods(kube, "examined")
+    assert "ownerReferences" not in examined["metadata"]
+
+
 async def test_namespace_is_deleted_with_its_objects(cluster: LocalCluster, kube: KubeClient) -> None:
     namespace = await kube.create(NAMESPACES, None, {"metadata": {"name": "team"}})
     await kube.create(PODS, "team", pod("p", "sleep", "60", terminationGracePeriodSeconds=1))

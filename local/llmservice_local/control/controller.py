@@ -12,7 +12,8 @@ from typing import Any
 from llmservice_local.client import EVENTS, KubeClient, Resource
 from llmservice_local.control.informer import Informer, Informers
 from llmservice_local.errors import ApiError
-from llmservice_local.objects import Object, timestamp
+from llmservice_local.objects import Object, controller_of, controller_reference, owned_by, timestamp
+from llmservice_local.selector import matches_labels
 
 RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
@@ -39,6 +40,36 @@ class Controller(ABC):
 
     def informer(self, resource: Resource) -> Informer:
         return self.informers[resource]
+
+    async def claim(self, resource: Resource, owner: Object) -> list[Object]:
+        """The objects that an owner controls, as upstream's ControllerRefManager finds them.
+
+        What its selector matches is adopted where it has no controller; what it no longer matches is released.
+        """
+        if "deletionTimestamp" in owner["metadata"]:
+            return [obj for obj in self.informer(resource) if owned_by(obj, owner)]
+        claimed = []
+        for obj in self.informer(resource):
+            metadata = obj["metadata"]
+            matches = metadata["namespace"] == owner["metadata"]["namespace"] and matches_labels(
+                owner["spec"]["selector"], metadata.get("labels") or {}
+            )
+            is_owned = owned_by(obj, owner)
+            references = metadata.get("ownerReferences") or []
+            if is_owned and not matches:
+                left = [reference for reference in references if reference["uid"] != owner["metadata"]["uid"]]
+                await self._set_owners(resource, obj, left)
+            elif is_owned:
+                claimed.append(obj)
+            elif matches and controller_of(obj) is None and "deletionTimestamp" not in metadata:
+                claimed.append(await self._set_owners(resource, obj, [*references, controller_reference(owner)]))
+        return claimed
+
+    async def _set_owners(self, resource: Resource, obj: Object, references: list[Object]) -> Object:
+        patch: Object = {"metadata": {"ownerReferences": references or None}}
+        stored = await self.client.merge(resource, obj, patch, locked=True)
+        self.informer(resource).observe(stored)
+        return stored
 
     async def run(self) -> None:
         """Run until cancelled. After a failed request (a conflict, an unreachable server) the whole pass is retried."""

@@ -33,7 +33,7 @@ class DeploymentController(Controller):
         return min((wait for wait in waits if wait is not None), default=None)
 
     async def _reconcile_one(self, deployment: Object) -> float | None:
-        owned = [rs for rs in self.informer(REPLICA_SETS) if owned_by(rs, deployment)]
+        owned = await self.claim(REPLICA_SETS, deployment)
         current = self._current(deployment, owned)
         if current is None and not deployment["spec"].get("paused"):
             current = await self._create(deployment, owned)

@@ -33,19 +33,11 @@ class ReplicaSetController(Controller):
     watches = (REPLICA_SETS, PODS)
 
     async def reconcile(self) -> float | None:
-        pods: dict[str, list[Object]] = {}
-        for pod in self.informer(PODS):
-            for reference in pod["metadata"].get("ownerReferences") or []:
-                if reference.get("controller"):
-                    pods.setdefault(reference["uid"], []).append(pod)
-        waits = [
-            await self._reconcile_one(replica_set, pods.get(replica_set["metadata"]["uid"], []))
-            for replica_set in self.informer(REPLICA_SETS)
-        ]
+        waits = [await self._reconcile_one(replica_set) for replica_set in self.informer(REPLICA_SETS)]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    async def _reconcile_one(self, replica_set: Object, pods: Sequence[Object]) -> float | None:
-        active = [pod for pod in pods if is_active(pod)]
+    async def _reconcile_one(self, replica_set: Object) -> float | None:
+        active = [pod for pod in await self.claim(PODS, replica_set) if is_active(pod)]
         refused = ""
         if "deletionTimestamp" not in replica_set["metadata"]:
             missing = replica_set["spec"]["replicas"] - len(active)
