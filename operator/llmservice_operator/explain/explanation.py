@@ -34,7 +34,15 @@ _HEALTHY = {
 }
 """What a condition may be while nothing is wrong. ScalingActive and Progressing are wrong for some reasons only."""
 _WRONG = frozenset(
-    {"NoMetrics", "NoGateway", "ProgressDeadlineExceeded", "NameConflict", "ApplyFailed", "AdmissionDenied"}
+    {
+        "NoMetrics",
+        "NoGateway",
+        "ProgressDeadlineExceeded",
+        "DeploymentPaused",
+        "NameConflict",
+        "ApplyFailed",
+        "AdmissionDenied",
+    }
 )
 
 
@@ -293,6 +301,7 @@ _REMEDIES = {
     "AdmissionDenied": "Ask the owner of the policy that is named, or change what it objects to in the spec.",
     "FailedCreate": "See why: kubectl describe replicasets -n {namespace} -l app.kubernetes.io/instance={name}",
     "ProgressDeadlineExceeded": "The new pods never became ready. Undo the last change of the spec, or look at {pods}",
+    "DeploymentPaused": "Resume it: kubectl rollout resume deployment/{name} -n {namespace}",
     # children
     "NameConflict": "Rename this service, or delete the object that has its name.",
     "SecretNotAllowed": "Annotate the Namespace as the message says, or leave the Secret out: docs/security.md",

@@ -214,6 +214,22 @@ def rollout_overdue(deployment: Manifest | None) -> Trouble | None:
     return Trouble("ProgressDeadlineExceeded", str(progress.get("message") or "the rollout takes too long"))
 
 
+def rollout_paused(deployment: Manifest | None) -> Trouble | None:
+    """Kubernetes makes no pods of the present template, while it still scales those that are there."""
+    if deployment is None or not deployment.get("spec", {}).get("paused"):
+        return None
+    status = deployment.get("status") or {}
+    updated = status.get("updatedReplicas", 0)
+    if updated and updated == status.get("replicas"):
+        return None
+    metadata = deployment["metadata"]
+    return Trouble(
+        "DeploymentPaused",
+        "the Deployment's rollout is paused: kubectl rollout resume"
+        f" deployment/{metadata['name']} -n {metadata['namespace']}",
+    )
+
+
 def image_volume_trouble(location: ModelLocation, deployment: Manifest | None) -> Trouble | None:
     """An API server without the feature drops the volume and its mounts silently, and the pods start without a model.
 

@@ -18,6 +18,7 @@ from llmservice_operator.pods.pod import (
     observed,
     pods_denied,
     rollout_overdue,
+    rollout_paused,
     serving_present,
 )
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
@@ -230,6 +231,7 @@ def _troubles(deployment: Manifest | None, pods: Sequence[Pod]) -> list[Trouble]
     found = [pod.trouble for pod in pods if not pod.terminating] + [
         pods_denied(deployment),
         rollout_overdue(deployment),
+        rollout_paused(deployment),
     ]
     return list({trouble.reason: trouble for trouble in found if trouble}.values())
 

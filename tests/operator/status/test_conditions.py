@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from llmservice_operator.api import labels
 from llmservice_operator.api.pod_spec import PodTemplate
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Adapter
@@ -220,6 +221,23 @@ def test_ready_and_progressing_count_pods_of_the_present_template(
     if trouble is None:
         progressing = progressing_verdict(manifest, 2, pods, sized, None)
         assert progressing.message == f"{present} of 2 replicas serve the present spec"
+
+
+@pytest.mark.parametrize("counts", [{"replicas": 2}, {"replicas": 3, "updatedReplicas": 2}])
+def test_a_rollout_that_is_paused_says_how_it_is_resumed(counts: dict[str, int], sized: Sized, pod_named: Any) -> None:
+    manifest = deployment(readyReplicas=2, **counts)
+    manifest["metadata"] |= {"name": "tiny", "namespace": "team-a"}
+    manifest["spec"] = {"paused": True, "template": {"metadata": {"annotations": {labels.TEMPLATE: "new"}}}}
+    pods = [pod_named(name, template="old") for name in "ab"]
+
+    ready = ready_verdict(manifest, 2, pods, sized, None)
+    progressing = progressing_verdict(manifest, 2, pods, sized, None)
+
+    assert (ready.status, ready.reason) == ("False", "ServingEarlierSpec")
+    assert (progressing.status, progressing.reason) == ("True", "DeploymentPaused")
+    assert "kubectl rollout resume deployment/tiny -n team-a" in progressing.message
+    manifest["status"] |= {"replicas": 2, "updatedReplicas": 2}
+    assert progressing_verdict(manifest, 1, pods, sized, None).reason == "RollingOut"  # it is scaled even so
 
 
 def test_replicas_that_were_killed_for_memory_are_reported_while_they_serve_again(sized: Sized, pod_named: Any) -> None:
