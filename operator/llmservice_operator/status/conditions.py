@@ -50,6 +50,8 @@ LIMITED_BY_COST = "LimitedByCost"
 NO_REPLICAS = "NoReplicas"
 """Reason of Ready=True at the zero that spec.replicas asks for: no request is answered until a user raises it."""
 
+_NO_USER_NEEDED = frozenset({"Settled", "Replacing", "ModelUnreachable"})
+"""Reasons of Progressing=False after which the operator or Kubernetes goes on by itself, or is done."""
 _MESSAGE_LIMIT = 2048
 _PODS_NAMED = 3
 
@@ -209,8 +211,6 @@ def progressing_verdict(
     blocked: Trouble | None,
 ) -> Verdict:
     """Progressing means that the operator or Kubernetes still works towards the spec."""
-    if isinstance(sizing, SizingProblem):
-        return Verdict(PROGRESSING, "False", sizing.reason, "nothing is changed until the spec can be served")
     if (why := _held_up(sizing, blocked) or rollout_overdue(deployment)) is not None:
         return Verdict(PROGRESSING, "False", why.reason, why.message)
     status: dict[str, Any] = (deployment or {}).get("status") or {}
@@ -241,7 +241,7 @@ def stalled_verdict(ready: Verdict, progressing: Verdict) -> Verdict:
 
     https://github.com/kubernetes-sigs/cli-utils/blob/master/pkg/kstatus/README.md
     """
-    moves = progressing.status == "True" or progressing.reason in {"Settled", "Replacing"}
+    moves = progressing.status == "True" or progressing.reason in _NO_USER_NEEDED
     if moves or ready.status == "True":
         return Verdict(STALLED, "False", "NotStalled", "nothing keeps the service from the present spec for good")
     return Verdict(STALLED, "True", progressing.reason, progressing.message)

@@ -252,6 +252,7 @@ def test_replicas_that_were_killed_for_memory_are_reported_while_they_serve_agai
     [
         (None, None, False, ("False", "NotStalled")),
         (TOO_BIG, None, False, ("True", "DoesNotFit")),
+        (SizingProblem("ModelUnreachable", "the hub answers 503"), None, False, ("False", "NotStalled")),
         (None, DENIED, False, ("True", "AdmissionDenied")),
         (None, None, True, ("True", "ProgressDeadlineExceeded")),
         (None, Trouble("Replacing", "the old objects go first"), False, ("False", "NotStalled")),
