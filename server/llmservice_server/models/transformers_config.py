@@ -7,6 +7,7 @@ attention is something else, or that keeps other state between tokens than keys 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -92,6 +93,8 @@ def examine(folder: Path) -> TransformersConfig:
     if _is_stateful(model_class) and {*(getattr(text, "layer_types", None) or ())} != {"full_attention"}:
         raise unserved(name, "it keeps recurrent state between tokens, not keys and values")
     calls = _calls(model_class, text, name)
+    if "position_ids" not in inspect.signature(model_class.forward).parameters:  # decoders of BART and its like
+        raise unserved(name, "its code counts positions from a request's first token, which may be cached")
     kinds = _heads_by_kind(calls)
     full, sliding = kinds.get(False), kinds.get(True)
     heads = full or sliding

@@ -59,6 +59,7 @@ def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
         ("llama4_text", SMALL, "layers of chunked_attention"),
         ("diffllama", SMALL, "expected every layer once"),
         ("t5", {}, "an encoder with a decoder"),
+        ("bart", SMALL | {"encoder_layers": 2, "decoder_layers": 2, "is_encoder_decoder": False}, "counts positions"),
         ("clip_vision_model", {}, "no decoder-only language model"),
         ("qwen2", SMALL | {"is_causal": False}, "attention is not causal"),
         ("olmo2", SMALL | {"architectures": ["Olmo2ForOtherThings"]}, "transformers has no model of this name"),
