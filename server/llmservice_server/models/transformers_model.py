@@ -28,6 +28,7 @@ from llmservice_server.types.errors import ModelLoadError
 
 _TEXT_PARTS = {
     rf"^{LANGUAGE_MODEL.pattern}lm_head\.": "lm_head.",
+    rf"^{LANGUAGE_MODEL.pattern}model\.blocks\.": "model.layers.",  # Kimi K2.5, saved by transformers
     rf"^{LANGUAGE_MODEL.pattern}(model\.)?": "model.",
 }
 """Where checkpoints of models with images or sound hold their language model, and its names alone."""

@@ -393,7 +393,7 @@ def _name_in_language_model(config: ModelConfig | TransformersConfig, stored: st
     if not isinstance(config, ModelConfig) or not config.is_part:
         return f"model.{stored}" if stored.startswith(_WITHOUT_HEAD) else stored
     if LANGUAGE_MODEL.match(stored):
-        name = LANGUAGE_MODEL.sub("", stored)
+        name = LANGUAGE_MODEL.sub("", stored).replace("encoder.layers.", "layers.")  # Qianfan-OCR
         return name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
     return stored if stored.startswith(_OWN_NAMES) else None
 

@@ -190,6 +190,7 @@ VISION = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     },
 }
+VISION["kimi_k25"] = VISION["qianfan_ocr"] = VISION["gemma3"]
 VISION["gemma4"] = VISION["gemma3"] | {"audio_config": None}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}}
@@ -220,6 +221,8 @@ GLM = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_repl
         ("glm4v_moe", {**EXPERTS, **GLM, "head_dim": 8}, False),
         ("smolvlm", {"model_type": "llama"}, False),
         ("gemma4", {"head_dim": 8, "global_head_dim": 16, **SHARED_KEYS}, False),
+        ("kimi_k25", {**EXPERTS, **GLM, **LATENT, "num_key_value_heads": 4, "rope_parameters": None}, False),
+        ("qianfan_ocr", {"head_dim": 8}, False),
     ],
 )
 def test_the_language_model_of_one_with_images_is_served_alone(
@@ -316,7 +319,7 @@ def check_text(folder: Path, model: Any) -> None:
         attend = started.runner.attention.prepare(StepInput.of([(0, 40, [2, 4, 1])]))
         ours = started.runner.model.logits(started.runner.model.forward(torch.tensor(tokens), torch.arange(40), attend))
     assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
-    by_transformers = any(each in model.config.model_type for each in ("glm", "gemma4"))
+    by_transformers = any(each in model.config.model_type for each in ("glm", "gemma4", "kimi"))
     assert started.model_code == ("transformers" if by_transformers else "own")
 
 
