@@ -214,6 +214,27 @@ OTHERS = {
     "glm-4.7-flash, latent attention": Family("glm4_moe_lite", LATENT),
     "minicpm3, latent attention": Family("minicpm3", LATENT),
     "youtu, latent attention": Family("youtu", LATENT),
+    "longcat-flash, latent attention twice in a layer, and experts without weights": Family(
+        "longcat_flash",
+        {
+            **LATENT,
+            "num_hidden_layers": 4,
+            "head_dim": 4,
+            "ffn_hidden_size": 80,
+            "expert_ffn_hidden_size": 24,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+        },
+    ),
+    "dbrx, experts of all in one matrix": Family(
+        "dbrx",
+        {
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+            "d_model": 48,
+            "ffn_config": {"ffn_hidden_size": 80, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+        rewrite={"num_key_value_heads": None},
+    ),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 16}),
 }
 

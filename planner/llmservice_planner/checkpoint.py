@@ -175,6 +175,8 @@ _VALUES = ("qweight", "weight_packed", "weight")
 _SCALES = ("weight_scale_inv", "weight_scale", "scales", "SCB")
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.layer)?$")
 """Of experts: few outputs, which decide too much to be rounded."""
+_LINEAR_ROUTER = re.compile(r"\.router\.gate$|\.ffn\.router\.layer$")
+"""Of AFMoE and DBRX, in whose code they are linear layers."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)$")
 _IN_LAYER = re.compile(r"\.\d+\.")
@@ -191,7 +193,7 @@ LANGUAGE_MODEL = re.compile(r"(model\.)?(language|text)_model\.")
 NOT_LOADED = re.compile(r"visual\.|(model\.)?mtp\.")
 """Begins the names of images in the first checkpoints of Qwen 2 and 2.5 VL, whose text is named as without images, and
 of what predicts further tokens (MiMo-V2, Ernie 4.5)."""
-_MASK_DIMENSIONS = 4
+_MATRIX_DIMENSIONS, _MASK_DIMENSIONS = 2, 4
 """Old checkpoints hold their causal masks, which no model loads."""
 
 
@@ -264,7 +266,9 @@ class WeightCounts:
                 outputs = _outputs(module, part, is_weight=each == suffix)
                 if each == suffix and len(part.shape) == 2:
                     matrices[_fused(module, is_own=is_own)].append(_Part(module, part.shape[0], part.shape[1]))
-                if is_own or not _ROUTER.search(module):
+                is_layer = each == suffix or len(part.shape) > _MATRIX_DIMENSIONS  # not experts of DBRX
+                is_adapted = is_own or not _ROUTER.search(module) or _LINEAR_ROUTER.search(module)
+                if is_layer and is_adapted:
                     counts.update(_adapted(module if each == suffix else f"{module}.{each}", *part.shape))
                 counts["plain_outputs"] += outputs
                 counts["plain_parameters" if outputs else "other_parameters"] += part.elements

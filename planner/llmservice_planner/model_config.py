@@ -247,6 +247,10 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
         found["intermediate_size"] = 4 * found["hidden_size"]
     if text.get("multi_query"):
         found["num_key_value_heads"] = 1
+    if text.get("model_type") == "longcat_flash" and _is_small_count(text.get("num_layers")):
+        found["num_hidden_layers"] = 2 * text["num_layers"]  # each has attention twice
+    if isinstance(attention := text.get("attn_config"), Mapping) and not found.get("num_key_value_heads"):  # DBRX
+        found["num_key_value_heads"] = attention.get("kv_n_heads")
     if text.get("layer_types") is None:
         found["layer_types"] = _layer_types(text)
     layer_types = found["layer_types"]

@@ -273,8 +273,8 @@ def _parts_of(model: torch.nn.Module) -> Iterator[tuple[Any, str, Callable[[torc
     """Linear layers, and experts with a gate of ours; the name of each, and what puts another in its place."""
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if has_latents(parent) and child is parent.kv_b_proj:
-                continue  # it is multiplied with queries and sums, head by head
+            if name == "classifier" or (has_latents(parent) and child is parent.kv_b_proj):
+                continue  # of LongCat's routers, which read its weight; and what is multiplied head by head
             if type(child) is torch.nn.Linear or isinstance(child, Conv1D) or _gate_of(child) is not None:
                 yield child, f"{path}{path and '.'}{name}", partial(setattr, parent, name)
 
