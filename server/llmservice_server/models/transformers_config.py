@@ -196,7 +196,9 @@ def _calls(model_class: Any, text: Any, name: str) -> list[Call]:
     except ModelLoadError as error:
         raise unserved(name, str(error)) from error
     except Exception as error:  # of code that was written for other attention
-        problem = "its attention does not go through transformers' AttentionInterface"
+        problem = "its code fails with attention that is not its own, or with this config.json"
+        if isinstance(error, KeyError) and error.args == (_EXAMINED,):
+            problem = "its attention does not go through transformers' AttentionInterface"
         if _META_TENSOR.search(str(error)):  # its attention may be as expected
             problem = "its code reads numbers while it is examined, before weights are loaded"
         raise unserved(name, f"{problem} ({one_line(error)})") from error
@@ -254,10 +256,10 @@ def unserved(name: str, problem: str) -> ModelLoadError:
 
 def _with_fixed_rope(text: Any) -> Any:
     """Without the kinds of RoPE that look at the positions, of which the meta device has none."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _GROWING_ROPE:
-        text = copy.deepcopy(text)
-        text.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    text = copy.deepcopy(text)
+    for rope in _ropes(text):
+        if rope.get("rope_type") in _GROWING_ROPE:
+            rope["rope_type"] = "default"
     return text
 
 

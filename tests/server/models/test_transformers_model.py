@@ -56,6 +56,7 @@ def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
         ("qwen3_5", {"architectures": ["Qwen3_5ForX"]}, "^Qwen3_5ForX .* layers of linear_attention"),
         ("bert", {}, "not causal"),
         ("doge", SMALL, "cannot be served"),
+        ("deepseek_v3", SMALL | LATENT | {"head_dim": 16}, "or with this config.json"),
         ("llama4_text", SMALL, "layers of chunked_attention"),
         ("diffllama", SMALL, "expected every layer once"),
         ("t5", {}, "an encoder with a decoder"),
@@ -85,6 +86,12 @@ def test_published_names_that_transformers_spells_otherwise_are_known(
 ) -> None:
     write_config(tmp_path, model_type, **SMALL, architectures=[architecture])
     assert examine(tmp_path).architecture == runs
+
+
+@pytest.mark.parametrize("kind", [{"rope_type": "dynamic", "factor": 2.0}, LONG_ROPE["rope_scaling"]])
+def test_rope_that_looks_at_positions_may_turn_a_part_of_the_head(tmp_path: Path, kind: dict[str, Any]) -> None:
+    rope = {"rope_theta": 1e4, "partial_rotary_factor": 0.5, **kind}
+    assert examine(write_config(tmp_path, "phi", **SMALL, rope_parameters=rope)).head_dim == 8
 
 
 def test_latents_may_be_of_other_sizes_in_layers_with_a_window(tmp_path: Path) -> None:
