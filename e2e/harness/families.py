@@ -14,6 +14,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+import llmservice_server.models.transformers_config  # noqa: F401 - registers what transformers leaves out
+
 SMALL = {
     "vocab_size": 193,
     "hidden_size": 48,
@@ -213,6 +215,15 @@ OTHERS = {
     "deepseek-v3, latent attention": Family("deepseek_v3", LATENT),
     "glm-4.7-flash, latent attention": Family("glm4_moe_lite", LATENT),
     "minicpm3, latent attention": Family("minicpm3", LATENT),
+    "mistral4, latent attention whose queries grow with the position": Family(
+        "mistral4",
+        {
+            **LATENT,
+            "qk_rope_head_dim": 8,
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5},
+        },
+    ),
     "youtu, latent attention": Family("youtu", LATENT),
     "longcat-flash, latent attention twice in a layer, and experts without weights": Family(
         "longcat_flash",

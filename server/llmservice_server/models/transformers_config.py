@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from llmservice_planner.model_config import stretched_context
@@ -31,6 +32,7 @@ from llmservice_server.types.checkpoint_config import read_model_config
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import ModelCode
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers lists it elsewhere
 _EXAMINED = "llmservice_examined"
 """Our attention function with a mask function, which finds each layer's window."""
 _FAR = 2**40

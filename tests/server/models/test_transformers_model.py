@@ -212,6 +212,24 @@ SHARED_KEYS = {
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 GLM = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rope_parameters": PARTIAL}
 
+MISTRAL_4 = {
+    **EXPERTS,
+    **GLM,
+    **LATENT,
+    "model_type": "mistral4",
+    "num_key_value_heads": 4,
+    "qk_rope_head_dim": 8,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.1,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
 
 @pytest.mark.parametrize(
     ("model_type", "text", "is_old"),
@@ -219,6 +237,7 @@ GLM = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_repl
         ("gemma3", {"head_dim": 16, "sliding_window": 16}, False),
         ("gemma3", {"head_dim": 16, "sliding_window": 16}, True),
         ("mistral3", {"model_type": "mistral", "head_dim": 8}, False),
+        ("mistral3", MISTRAL_4, False),
         ("qwen2_vl", POSITIONS, False),
         ("qwen2_5_vl", POSITIONS, False),
         ("qwen3_vl", {"head_dim": 8, **POSITIONS}, False),
@@ -326,7 +345,8 @@ def check_text(folder: Path, model: Any) -> None:
         attend = started.runner.attention.prepare(StepInput.of([(0, 40, [2, 4, 1])]))
         ours = started.runner.model.logits(started.runner.model.forward(torch.tensor(tokens), torch.arange(40), attend))
     assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
-    by_transformers = any(each in model.config.model_type for each in ("glm", "gemma4", "kimi"))
+    names = model.config.model_type, model.config.text_config.model_type
+    by_transformers = any(each in name for each in ("glm", "gemma4", "kimi", "mistral4") for name in names)
     assert started.model_code == ("transformers" if by_transformers else "own")
 
 
