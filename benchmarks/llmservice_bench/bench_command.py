@@ -29,6 +29,9 @@ def positive_int(text: str) -> int:
 
 def server_root(text: str) -> str:
     """An argparse type: the URL of a server, also given as a client's base URL, with /v1."""
+    host = text.rsplit("://", maxsplit=1)[-1].partition("/")[0]
+    if "@" in host:  # which reports would repeat
+        raise argparse.ArgumentTypeError("expected http://HOST[:PORT] without a name and a password before the host")
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} is no URL: expected http://HOST[:PORT]")
     return text.rstrip("/").removesuffix("/v1")

@@ -85,10 +85,13 @@ async def test_a_client_s_base_url_is_accepted(server: Any) -> None:
     assert await bench("--url", f"{server.url}/v1/", "--num-prompts", "1", "--scale", "0.01") == 0
 
 
-async def test_a_url_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://me:hush@127.0.0.1:8000", "me:hush@127.0.0.1"])
+async def test_other_urls_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        await bench("--url", "127.0.0.1:8000")
-    assert "expected http://HOST" in capsys.readouterr().err
+        await bench("--url", url)
+    errors = capsys.readouterr().err
+    assert "expected http://HOST" in errors
+    assert "hush" not in errors
 
 
 async def test_key_may_have_another_name(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
