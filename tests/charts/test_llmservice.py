@@ -421,7 +421,8 @@ def test_own_objects_are_templates_given_as_objects_or_as_text(chart: helm.Chart
 
 
 def test_budget_is_left_out_where_it_would_block_a_drain(chart: helm.Chart) -> None:
-    assert of_kind(render(chart, {}), "PodDisruptionBudget")
+    budgets = of_kind(render(chart, {}), "PodDisruptionBudget")
+    assert [each["spec"]["unhealthyPodEvictionPolicy"] for each in budgets] == ["AlwaysAllow", "AlwaysAllow"]
     alone = {"gateway": {"replicas": 1}, "operator": {"replicas": 1}}
     assert not of_kind(render(chart, alone), "PodDisruptionBudget")
 
