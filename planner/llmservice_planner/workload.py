@@ -43,10 +43,10 @@ def _chat(request: SizingRequest) -> Iterator[_Change]:
     if request.expected_tokens is None:
         tokens = min(EXPECTED_TOKENS, request.model_len)
         yield {"expected_tokens": tokens}, f"{tokens} expected tokens, as a conversation's request has"
-    latency = Budget.of(request).latency
+    budget = Budget.of(request)
+    latency, step = budget.latency, budget.step.total
     if request.max_num_batched_tokens is not None or request.itl_p99_s is not None or latency is None:
         return
-    step = Budget.of(request).step.total
     longest = latency.longest_prefill(READING_S, step)
     tokens = min(step, max(_LEAST_STEP, longest // _MULTIPLE * _MULTIPLE))
     if tokens < step:
@@ -73,11 +73,12 @@ def _embeddings(request: SizingRequest) -> Iterator[_Change]:
     if request.expected_tokens is None:
         tokens = min(_EMBEDDING_TOKENS, request.model_len)
         yield {"expected_tokens": tokens}, f"{tokens} expected tokens, a passage of a document"
-    latency = Budget.of(request).latency
+    budget = Budget.of(request)
+    latency = budget.latency
     if request.max_num_batched_tokens is not None or latency is None or latency.ridge_tokens is None:
         return
     tokens = max(request.model_len, math.ceil(_RIDGES * latency.ridge_tokens / _MULTIPLE) * _MULTIPLE)
-    if tokens < Budget.of(request).step.total:
+    if tokens < budget.step.total:
         reason = f"steps of {tokens} tokens: they read the weights in an eighth of the arithmetic's time or less"
         yield {"max_num_batched_tokens": tokens}, f"{reason}, and shorter steps answer sooner"
 
