@@ -69,7 +69,7 @@ def manifest(
     }
 
 
-def to_yaml(document: dict[str, Any]) -> str:
+def to_yaml(document: Any) -> str:
     return yaml.safe_dump(document, sort_keys=False, width=120).rstrip()
 
 

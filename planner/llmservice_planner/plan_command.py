@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmservice_planner.budget import Budget
 from llmservice_planner.capacity_command import add_traffic_arguments, is_asked, plan_capacity, weights_of
 from llmservice_planner.charts import NO_MATPLOTLIB, ChartError, check_path, has_matplotlib, write
@@ -21,6 +19,7 @@ from llmservice_planner.curve import Curve, TypicalRequest, curve, curve_text, d
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.gpu import GIB, GPUS, Device, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.latency import LatencyError, LatencyModel
+from llmservice_planner.manifest import to_yaml
 from llmservice_planner.model_source import ModelFigures, read_model
 from llmservice_planner.prediction_error import (
     MeasurementError,
@@ -175,7 +174,7 @@ def _run_curve(args: argparse.Namespace, request: SizingRequest) -> int:
     if args.output == "table":
         print(curve_text(found))
     else:
-        print(json.dumps(found.to_dict(), indent=2) if args.output == "json" else _yaml(found.to_dict()))
+        print(json.dumps(found.to_dict(), indent=2) if args.output == "json" else to_yaml(found.to_dict()))
     if args.curve_out is not None:
         write(draw_curve(found), args.curve_out)
         if args.output == "table":
@@ -276,11 +275,7 @@ def _render(request: SizingRequest, answer: Plan, output: str, compared: Sequenc
     content = answer.to_dict()
     if compared is not None:
         content["predictions"] = [asdict(each) | {"errorRatio": each.error_ratio} for each in compared]
-    return json.dumps(content, indent=2) if output == "json" else _yaml(content)
-
-
-def _yaml(content: Any) -> str:
-    return yaml.safe_dump(content, sort_keys=False, width=120).rstrip()
+    return json.dumps(content, indent=2) if output == "json" else to_yaml(content)
 
 
 def _size(text: str) -> int:
@@ -321,7 +316,7 @@ def _catalogue(output: str) -> str:
     if output == "table":
         return gpu_table()
     gpus = [asdict(gpu) | {"node_labels": list(gpu.node_labels)} for gpu in GPUS.values()]  # YAML has no tuples
-    return json.dumps(gpus, indent=2) if output == "json" else _yaml(gpus)
+    return json.dumps(gpus, indent=2) if output == "json" else to_yaml(gpus)
 
 
 def gpu_table() -> str:

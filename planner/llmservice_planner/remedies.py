@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from llmservice_planner.budget import Budget
+from llmservice_planner.explanation import format_bytes
 from llmservice_planner.gpu import CPU, GIB, GPU, GPUS
 from llmservice_planner.sizing_request import SizingRequest, can_shard
 
@@ -60,7 +61,7 @@ def _quantized(request: SizingRequest) -> Iterator[str]:
     if request.on_cpu and int8.fits:
         yield (
             "quantise the weights with quantization: int8 (--quantization int8): "
-            f"{format_gib(int8.weights_bytes)}, on CPUs with AVX-512 VNNI"
+            f"{format_bytes(int8.weights_bytes)}, on CPUs with AVX-512 VNNI"
         )
         return
     if shape.counts is not None:  # what such a checkpoint would quantise is not known
@@ -68,12 +69,8 @@ def _quantized(request: SizingRequest) -> Iterator[str]:
     for bits, code in ((8, "compressed-tensors/int8"), (4, "awq/int4/1x128/zeros")):
         budget = Budget.of(replace(counted, shape=replace(shape, quantization=code), dtype="auto"))
         if budget.fits:
-            yield f"use a checkpoint quantised to {bits} bits: {format_gib(budget.weights_bytes)} of weights"
+            yield f"use a checkpoint quantised to {bits} bits: {format_bytes(budget.weights_bytes)} of weights"
             return
-
-
-def format_gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.2f} GiB"
 
 
 def _supports_fp8(request: SizingRequest) -> bool:
