@@ -15,6 +15,7 @@ from typing import TypeVar
 Number = TypeVar("Number", int, float)
 
 _Z99 = NormalDist().inv_cdf(0.99)
+_MOST = 1e9
 _POINTS = 1000
 _STRIDE = 617  # coprime to the points, so that no length of a prompt goes with those of answers near its rank
 
@@ -31,8 +32,10 @@ class Lengths:
     p99: float
 
     def __post_init__(self) -> None:
-        if not 1 <= self.p50 <= self.p99 < math.inf:
-            raise LengthsError(f"p50={self.p50:g},p99={self.p99:g}: expected p50 of at least 1, and p99 not below it")
+        if not 1 <= self.p50 <= self.p99 <= _MOST:
+            raise LengthsError(
+                f"p50={self.p50:g},p99={self.p99:g}: expected p50 of at least 1, and p99 not below it, at most 10**9"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Lengths:

@@ -49,6 +49,7 @@ def test_lengths_are_parsed(text: str, expected: Lengths) -> None:
         ("0", "p50 of at least 1"),
         ("nan", "p50 of at least 1"),
         ("p50=1,p99=inf", "p99 not below it"),
+        ("1e300", r"at most 10\*\*9"),
     ],
 )
 def test_other_lengths_are_refused(text: str, complaint: str) -> None:
