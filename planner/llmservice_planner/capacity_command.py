@@ -257,7 +257,7 @@ def _table(found: Sequence[Candidate], traffic: Traffic) -> Iterator[str]:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.{1 if seconds < 100 else 0}f} s"
 
 
 def _money(amount: float | None) -> str:

@@ -214,6 +214,9 @@ def _candidate(
             continue
         replicas = max(1, math.ceil(needed - 1e-9))
         point = operating_point(latency, limits, work, requests_per_s / replicas)
+        while point is not None and math.isinf(point.ttft_p99_s) and replicas < MOST_REPLICAS:
+            replicas += 1  # with room for few requests, waits have no bound well below the full rate
+            point = operating_point(latency, limits, work, requests_per_s / replicas)
         return Candidate(
             gpu=gpu,
             gpu_count=count,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,17 @@ def test_more_replicas_than_a_service_may_have_are_a_problem(requests_per_s: flo
     (found,) = planned("l4", traffic=replace(CHAT, requests_per_s=requests_per_s))
     assert (found.replicas, found.servable) == (0, False)
     assert "a service has at most 1000" in found.problem
+
+
+def test_replicas_with_room_for_few_requests_are_so_many_that_waits_end() -> None:
+    traffic = Traffic(1.0, [(12_000, 200)] * 10)
+    shape = replace(LLAMA3_8B, max_position_embeddings=16_384)
+    given = {"shape": shape, "max_model_len": 16_384, "expected_tokens": 12_200}
+    (found,) = candidates(replace(base(**given), itl_p99_s=None), [find_gpu("l4")], traffic, Targets())
+    assert found.capacity is not None
+    assert found.point is not None
+    assert found.replicas > math.ceil(1.0 / (UTILISATION * found.capacity.requests_per_s))
+    assert found.point.ttft_p99_s < math.inf
 
 
 def test_cheapest_is_first_and_unpriced_gpus_follow() -> None:
