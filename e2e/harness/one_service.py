@@ -98,7 +98,8 @@ class World:
         condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": moment}
         status = {"phase": "Running", "podIP": ip, "conditions": [condition]}
         await self.kube.request("PATCH", f"{NS}/pods/{name}/status", body={"status": status})
-        seen = {"observedGeneration": deployment["metadata"]["generation"]}
+        before = (deployment.get("status") or {}).get("readyReplicas", 0)
+        seen = {"observedGeneration": deployment["metadata"]["generation"], "readyReplicas": before + ready}
         await self.kube.request("PATCH", f"{APPS}/deployments/tiny/status", body={"status": seen})
         if load is not None:
             self.pods.in_flight[ip] = load

@@ -258,11 +258,19 @@ def observed(deployment: Manifest | None) -> bool:
     return bool(seen >= deployment["metadata"].get("generation", 0))
 
 
+def counted_ready(deployment: Manifest | None) -> int:
+    """The ready pods by the Deployment's own count.
+
+    Pods of a deleted service have the labels, and often the template, of the next one of its name until they are gone.
+    """
+    return int(((deployment or {}).get("status") or {}).get("readyReplicas", 0))
+
+
 def serving_present(deployment: Manifest | None, pods: Iterable[Pod]) -> int:
     """How many pods of the Deployment's present template serve."""
     template: dict[str, Any] = ((deployment or {}).get("spec") or {}).get("template") or {}
     present = ((template.get("metadata") or {}).get("annotations") or {}).get(labels.TEMPLATE)
-    return sum(pod.serves and pod.template == present for pod in pods)
+    return min(counted_ready(deployment), sum(pod.serves and pod.template == present for pod in pods))
 
 
 def _deployment_condition(deployment: Manifest | None, kind: str) -> Manifest:

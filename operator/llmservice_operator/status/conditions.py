@@ -14,6 +14,7 @@ from llmservice_operator.pods.pod import (
     OOM_REMEDY,
     Pod,
     Trouble,
+    counted_ready,
     denial_reason,
     observed,
     pods_denied,
@@ -150,7 +151,7 @@ def ready_verdict(
         return _held_up_verdict(ready, why)
     if desired == 0:
         return _zero_verdict(decision, autoscaled=autoscaled)
-    troubles = _troubles(deployment, pods)
+    ready, troubles = min(ready, counted_ready(deployment)), _troubles(deployment, pods)
     named = "".join(f"; {one.reason}: {one.message}" for one in troubles)
     if present < min(ready, desired):
         which = f"{present} of {desired} replicas serve the present spec, {ready - present} an earlier one{named}"

@@ -99,13 +99,19 @@ def test_the_zero_of_a_day_whose_gpu_hours_are_used_says_until_when(sized: Sized
 
 
 @pytest.mark.parametrize(
-    "unseen",
-    [None, {"metadata": {"generation": 2}}, {"metadata": {"generation": 2}, "status": {"observedGeneration": 1}}],
+    ("unseen", "reason"),
+    [
+        (None, "Starting"),
+        ({"metadata": {"generation": 2}}, "Starting"),
+        ({"metadata": {"generation": 2}, "status": {"observedGeneration": 1, "readyReplicas": 1}}, "Updating"),
+    ],
 )
-def test_a_spec_that_kubernetes_has_not_observed_is_not_ready(unseen: Any, sized: Sized, pod_named: Any) -> None:
+def test_a_spec_that_kubernetes_has_not_observed_is_not_ready(
+    unseen: Any, reason: str, sized: Sized, pod_named: Any
+) -> None:
     verdict = ready_verdict(unseen, 1, [pod_named()], sized, None)
 
-    assert (verdict.status, verdict.reason) == ("False", "Updating")
+    assert (verdict.status, verdict.reason) == ("False", reason)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_a_message_is_one_bounded_line_without_control_characters() -> None:
 
 
 def deployment(**status: Any) -> dict[str, Any]:
-    return {"metadata": {"generation": 2}, "status": {"observedGeneration": 2, **status}}
+    return {"metadata": {"generation": 2}, "status": {"observedGeneration": 2, "readyReplicas": 3, **status}}
 
 
 @pytest.mark.parametrize(
@@ -238,6 +244,12 @@ def test_a_rollout_that_is_paused_says_how_it_is_resumed(counts: dict[str, int],
     assert "kubectl rollout resume deployment/tiny -n team-a" in progressing.message
     manifest["status"] |= {"replicas": 2, "updatedReplicas": 2}
     assert progressing_verdict(manifest, 1, pods, sized, None).reason == "RollingOut"  # it is scaled even so
+
+
+def test_pods_of_a_deleted_service_of_the_name_are_not_counted(sized: Sized, pod_named: Any) -> None:
+    verdict = ready_verdict(deployment(readyReplicas=0), 1, [pod_named("of-the-deleted-one")], sized, None)
+
+    assert (verdict.status, verdict.reason, verdict.message) == ("False", "Starting", "0 of 1 replicas are ready")
 
 
 def test_replicas_that_were_killed_for_memory_are_reported_while_they_serve_again(sized: Sized, pod_named: Any) -> None:
