@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class OperatorProcess:
     process: asyncio.subprocess.Process
     log: Path
     health_port: int
-    host: str = "127.0.0.1"
+    host: str = field(default="127.0.0.1", kw_only=True)
 
     @property
     def leads(self) -> bool:
