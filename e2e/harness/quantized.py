@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def dense_tensors() -> Tensors:
     return tensors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
     """`quantize` gives a matrix's tensors and, by the method's formula, the matrix that they stand for."""
 
@@ -363,16 +364,30 @@ def write(folder: Path, tensors: Tensors, **config: Any) -> Path:
 
 def write_both(folder: Path, form: Format, made: Tensors | None = None, **config: Any) -> tuple[Path, Path]:
     """A quantised checkpoint, and a dense one of the weights that it stands for; of `made`, or random ones."""
+    stored, exact = quantized_random(form) if made is None else quantized(form, made)
+    return (
+        write(folder / "quantized", stored, quantization_config=form.config, **config),
+        write(folder / "exact", exact, **config),
+    )
+
+
+@cache
+def quantized_random(form: Format) -> tuple[Tensors, Tensors]:
+    """Computed once for all tests of a format: some take longer to quantise than to load and compare."""
+    return quantized(form, dense_tensors())
+
+
+def quantized(form: Format, made: Tensors) -> tuple[Tensors, Tensors]:
+    """What a checkpoint of the format stores for `made`, and the weights that this stands for."""
     stored, exact = {}, {}
-    for name, tensor in (made or dense_tensors()).items():
+    for name, tensor in made.items():
         exact[name] = stored[name] = tensor
         module = name.removesuffix(".weight")
         if module.endswith("_proj"):
             tensors, exact[name] = form.quantize(tensor)
             del stored[name]
             stored.update({f"{module}.{suffix}": each for suffix, each in tensors.items()})
-    quantized = write(folder / "quantized", stored, quantization_config=form.config, **config)
-    return quantized, write(folder / "exact", exact, **config)
+    return stored, exact
 
 
 GPT_OSS_LAYERS, GPT_OSS_EXPERTS, GPT_OSS_HIDDEN, GPT_OSS_WIDTH = 2, 4, 64, 128
