@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 gc.disable()  # until all test modules are imported: most objects that imports make stay
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers share few cores; read when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # numba sets more threads, which spin while others have the cores
 
 # How long an example takes says more about the machine than about the code: no test of ours judges by time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
