@@ -333,17 +333,35 @@ def _last(scrapes: Sequence[Scrape], seconds: float) -> Sequence[Scrape]:
     return recent if len(recent) > 1 else scrapes[-2:]
 
 
-def _increase(
-    histories: Iterable[Sequence[Scrape]], buckets: Callable[[Scrape], tuple[tuple[float, float], ...]]
-) -> dict[float, float]:
-    """How much the buckets of a histogram grew in all pods. An idle pod's scrapes share one object."""
+_Buckets = tuple[tuple[float, float], ...]
+"""As of a scrape: upper bounds, ascending, with cumulative counts."""
+
+
+def _increase(histories: Iterable[Sequence[Scrape]], buckets: Callable[[Scrape], _Buckets]) -> dict[float, float]:
+    """How much the buckets of a histogram grew in all pods; where a count drops, a pod restarted from zero.
+
+    An idle pod's scrapes share one object.
+    """
     total: dict[float, float] = defaultdict(float)
+
+    def add(first: _Buckets, last: _Buckets) -> None:
+        counted = dict(first)
+        for bound, count in last:
+            total[bound] += count - counted.get(bound, 0.0)
+
     for scrapes in histories:
         each = [buckets(scrape) for scrape in scrapes]
-        counts = [dict(each[0]), *(dict(after) for before, after in pairwise(each) if before is not after)]
-        for bound in counts[-1]:
-            total[bound] += increase([count.get(bound, 0.0) for count in counts])
+        first = each[0]
+        for before, after in pairwise(each):
+            if before is not after and _has_restarted(before, after):
+                add(first, before)
+                first = ()
+        add(first, each[-1])
     return dict(total)
+
+
+def _has_restarted(before: _Buckets, after: _Buckets) -> bool:
+    return len(after) < len(before) or any(now < was for (_, was), (_, now) in zip(before, after, strict=False))
 
 
 def increase(values: Sequence[float]) -> float:
