@@ -58,7 +58,7 @@ def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
     None if there are none. With `dtype` (float32, bfloat16, float16), floating-point tensors count as converted to it;
     others keep their size. Raises `ShapeError` if a shard is missing, its header is invalid, or a matrix is quantised.
     """
-    shards = _shards(folder)
+    shards = weight_files(folder)
     if not shards:
         return None
     tensors = [item for shard in shards for item in _read_header(shard).items()]
@@ -71,7 +71,7 @@ def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """What the headers in `folder` say of its tensors. Raises `ShapeError` as `weights_bytes` does."""
-    return {name: tensor for shard in _shards(folder) for name, tensor in _read_header(shard).items()}
+    return {name: tensor for shard in weight_files(folder) for name, tensor in _read_header(shard).items()}
 
 
 def stored_dtype(tensors: Iterable[StoredTensor]) -> str:
@@ -146,8 +146,11 @@ def refuse_other_formats(folder: Path) -> None:
         )
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The files in the index, else those of `weight_names`."""
+def weight_files(folder: Path) -> list[Path]:
+    """The files in the index, else those of `weight_names`.
+
+    Raises `ShapeError` where the index cannot be read, or names one that is not in the folder.
+    """
     index = folder / INDEX
     if not index.is_file():
         return [folder / name for name in weight_names([file.name for file in folder.glob("*.safetensors")])]
@@ -156,6 +159,8 @@ def _shards(folder: Path) -> list[Path]:
         names = sorted({str(name) for name in weight_map.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShapeError(f"{index} has no readable weight_map ({error!r}): download the model folder again") from error
+    if not names:
+        raise ShapeError(f"{index} has no readable weight_map (it is empty): download the model folder again")
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
         raise ShapeError(f"{folder} lacks {', '.join(missing)}, which its index names: download the folder again")

@@ -128,7 +128,7 @@ def test_an_index_cannot_point_outside_the_folder(tmp_path: Path) -> None:
         weights_bytes(model)
 
 
-@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}'])
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ShapeError, match="no readable weight_map"):

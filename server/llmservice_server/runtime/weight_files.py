@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.checkpoint import INDEX, refuse_other_formats, weight_names
+from llmservice_planner import checkpoint
 from llmservice_planner.shape import ShapeError
-from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ModelLoadError
 
 
@@ -64,24 +63,14 @@ def stored_tensors(shards: Sequence[Path]) -> list[Stored]:
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """Raises `ModelLoadError` where there are no safetensors files, or not all that the index names."""
-    if (folder / INDEX).exists():
-        weight_map = read_json_object(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, Mapping) or not weight_map:
-            raise ModelLoadError(f"{folder / INDEX} has no weight_map")
-        shards = tuple(folder / str(name) for name in sorted(set(weight_map.values())))
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise ModelLoadError(
-                f"{folder}: {INDEX} names {len(shards)} files, {', '.join(missing)} missing: fetch it again"
-            )
-        return shards
-    if names := weight_names([file.name for file in folder.glob("*.safetensors")]):
-        return tuple(folder / name for name in names)
     try:
-        refuse_other_formats(folder)
+        checkpoint.refuse_other_formats(folder)
+        found = tuple(checkpoint.weight_files(folder))
     except ShapeError as error:
         raise ModelLoadError(str(error)) from error
-    raise ModelLoadError(f"{folder} holds no *.safetensors file")
+    if not found:
+        raise ModelLoadError(f"{folder} holds no *.safetensors file")
+    return found
 
 
 @contextmanager

@@ -120,8 +120,8 @@ def corrupt_index(folder: Path) -> None:
 
 
 BREAKS: dict[str, tuple[Break, str]] = {
-    "a lost shard": (lose_a_shard, r"index.json names 2 files, b.safetensors missing"),
-    "a corrupt index": (corrupt_index, "holds a JSON list, expected an object"),
+    "a lost shard": (lose_a_shard, "lacks b.safetensors, which its index names"),
+    "a corrupt index": (corrupt_index, "index.json has no readable weight_map"),
     "pickled weights only": (only_pickles, r"pickles only \(pytorch_model.bin\).*convert them to safetensors"),
     "GGUF only": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf"),
