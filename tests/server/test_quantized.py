@@ -595,6 +595,7 @@ LARGER = {  # than those that are compared with transformers: formats have group
     "word_embed_proj_dim": 256,
 }
 LARGER_WHERE_SET = {
+    "d_model": CONFIG["hidden_size"],
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
     "kv_lora_rank": 128,
@@ -616,7 +617,9 @@ def write_family(folder: Path, family: str, form: Format | None, left_out: str =
     settings = model.settings
     larger = LARGER | {key: size for key, size in LARGER_WHERE_SET.items() if settings.get(key)}
     if "kv_lora_rank" in settings:
-        del larger["head_dim"]
+        del larger["head_dim"]  # else that of all numbers that turn, or of all of a query
+        if rotated := settings.get("head_dim", 0) // settings["qk_rope_head_dim"]:
+            larger["head_dim"] = rotated * larger["qk_rope_head_dim"]
     save(replace(model, shard="1GB"), folder, **larger)
     if form is None:
         return folder
@@ -638,6 +641,8 @@ DENSE, MIXTURE, TIED = "olmo2, norms after the layers", "glm4-moe", "cohere, par
 IN_ONE = "granite-moe"
 """Its checkpoints have all experts in one tensor."""
 TRANSPOSED = "gpt2, learned positions and transposed matrices"
+WITHOUT_WEIGHTS = "longcat-flash, latent attention twice in a layer, and experts without weights"
+"""Its experts stay transformers' own, and dense, which the plan does not know: no GPU holds it (560 billion)."""
 BY_LAYER, LATENTS = "gemma4, larger heads in layers without a window", "deepseek-v3, latent attention"
 
 
@@ -645,7 +650,11 @@ BY_LAYER, LATENTS = "gemma4, larger heads in layers without a window", "deepseek
     ("family", "name", "quantization"),
     [
         *((family, name, "stored") for family in (DENSE, MIXTURE) for name in FORMATS),
-        *((family, "gptq, with zeros", "stored") for family in OTHERS if family not in (DENSE, MIXTURE)),
+        *(
+            (family, "gptq, with zeros", "stored")
+            for family in OTHERS
+            if family not in (DENSE, MIXTURE, WITHOUT_WEIGHTS)
+        ),
         *((family, "gptq", each) for family in (DENSE, MIXTURE) for each in QUANTIZATIONS if each != "stored"),
         *((family, None, "int8") for family in (DENSE, MIXTURE, IN_ONE, TIED, TRANSPOSED, BY_LAYER, LATENTS)),
     ],
