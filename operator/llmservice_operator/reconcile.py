@@ -26,7 +26,7 @@ from llmservice_operator.pods.cold_start import ColdStart, cold_start, first_rea
 from llmservice_operator.pods.pod import Pod, Trouble, image_volume_trouble, observed, pods_of
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.scaling.analysis import Forecast
-from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas, scale_policy
+from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas
 from llmservice_operator.scaling.feasibility import Feasibility, feasibility_of
 from llmservice_operator.scaling.load import Held, Load
 from llmservice_operator.scaling.supply import OverloadTimer, StartupTimes, supply_of
@@ -41,6 +41,8 @@ from llmservice_operator.status.prediction_status import measured_blocks, predic
 from llmservice_operator.status.report import (
     InvalidSpecError,
     Outcome,
+    PodReports,
+    Surroundings,
     expected_status,
     invalid_spec_patch,
     merge_patch,
@@ -172,44 +174,28 @@ class Reconciler:
         memory.startup.observe(seen.pods, seen.now, seen.steady_s)
         predicted = await self._size(seen, memory)
         sizing = _as_given(seen.service, predicted, seen.deployment)
-        load = await self._load(seen, sizing)
-        fetching = await self.pod_models.fetching(seen.pods)
-        adapters = await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {}
+        reports = await self._reports(seen, memory, sizing)
         before = memory.slo if memory.slo_generation == seen.service.metadata.generation else None
-        memory.slo = feasibility_of(seen.service.spec.slo, sizing, load, before)
+        slo = memory.slo = feasibility_of(seen.service.spec.slo, sizing, reports.load, before)
         memory.slo_generation = seen.service.metadata.generation
-        compared = await self._predictions(seen, memory, sizing, load)
-        started = await self._cold_start(seen, memory)
-        decision = self._decide(seen, memory, sizing, load)
-        refusals = await self._apply(seen, load, predicted, decision)
+        decision = self._decide(seen, memory, sizing, reports.load)
+        refusals = await self._apply(seen, reports.load, predicted, decision)
         deployment = self._deployment(seen.service)
         sizing = _as_given(seen.service, predicted, deployment)
         memory.unobserved_s = unobserved_since(deployment, memory.unobserved_s, seen.steady_s)
         allowance, memory.throttle = memory.throttle.allow(seen.steady_s, seen.window_s)
-        held = isinstance(sizing, SizingProblem) or any(one.kind == "Deployment" for one in refusals)
-        history = memory.scaling.history.shifted(seen.now - seen.steady_s) if memory.scaling else None
+        is_held = isinstance(sizing, SizingProblem) or any(one.kind == "Deployment" for one in refusals)
         outcome = Outcome(
             sizing=sizing,
-            load=load,
+            reports=reports,
             decision=decision,
-            desired=seen.current if held else decision.replicas,
-            slo=slo_verdict(memory.slo),
+            desired=seen.current if is_held else decision.replicas,
+            slo=slo_verdict(slo),
+            refusals=refusals,
+            scaling=memory.scaling.shifted(seen.now - seen.steady_s) if memory.scaling else None,
             startup_s=memory.startup.p90_s,
-            blocked=_blocked(refusals),
-            unreachable=any(one.kind in {"Deployment", "Service"} for one in refusals),
-            policy=scale_policy(seen.service, sizing),
-            capacity=history.capacity if history else None,
-            correction=history.correction_at(seen.now) if history else 1.0,
-            gpu_hours=memory.scaling.gpu_hours if memory.scaling else None,
-            fetching=fetching,
-            adapters=adapters,
             settling=is_settling(memory.unobserved_s, seen.steady_s),
-            name_holder=self.cache.name_holder(seen.service.served_name),
-            gateway_signs=self.public_keys() is not None,
-            predictions=compared,
-            cold_start=started,
-            pool=self.cache.child("InferencePool", *seen.service.key),
-            pools_installed=not self.cache.lacks("InferencePool"),
+            surroundings=self._surroundings(seen.service),
             allowance=allowance,
         )
         await self._write_status(seen, deployment, outcome)
@@ -273,12 +259,43 @@ class Reconciler:
             report = report or remembered_report(seen.service.status.sizing, known, spec.engine.block_size)
         return await memory.sizer.size(spec, seen.now, known, report)
 
+    async def _reports(self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem) -> PodReports:
+        load = await self._load(seen, sizing)
+        return PodReports(
+            load=load,
+            fetching=await self.pod_models.fetching(seen.pods),
+            adapters=await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {},
+            predictions=await self._predictions(seen, memory, sizing, load),
+            cold_start=await self._cold_start(seen, memory),
+        )
+
     async def _load(self, seen: Observation, sizing: Sized | SizingProblem) -> Load | None:
         if not seen.serving or (isinstance(sizing, Sized) and sizing.max_num_seqs is None):
             return None  # a pod's load means nothing before its number of slots is known
         autoscaling = seen.service.spec.autoscaling
         source = autoscaling.metrics.source if autoscaling else "auto"
         return await self.signals.load(source, seen.service.namespace, seen.serving, seen.window_s, seen.now)
+
+    async def _predictions(
+        self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem, load: Load | None
+    ) -> list[Prediction]:
+        if isinstance(sizing, SizingProblem):
+            return []
+        steps = await self.pod_models.steps(seen.pods, seen.service.spec.model.identity, seen.steady_s)
+        found = predictions(sizing, load, steps, memory.startup.last_s)
+        self.metrics.predicted(*seen.service.key, {each.quantity: each.error_ratio for each in found})
+        return found
+
+    async def _cold_start(self, seen: Observation, memory: Memory) -> ColdStart | None:
+        """In the pass that first sees a pod ready after requests had to wait for one."""
+        pod = first_ready(seen.pods)
+        if memory.requested_s is None or pod is None:
+            return None
+        start = cold_start(pod, memory.requested_s, await self.pod_models.compile_s(pod))
+        memory.requested_s = None
+        if start is not None:
+            self.metrics.started_cold(start.phases())
+        return start
 
     def _decide(self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem, load: Load | None) -> Decision:
         service, metrics = seen.service, self.metrics
@@ -316,27 +333,6 @@ class Reconciler:
         if held is not None and waits and decision.replicas and is_first:
             memory.requested_s = seen.now - held.oldest_s
             self.metrics.woke_up(*key)
-
-    async def _predictions(
-        self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem, load: Load | None
-    ) -> list[Prediction]:
-        if isinstance(sizing, SizingProblem):
-            return []
-        steps = await self.pod_models.steps(seen.pods, seen.service.spec.model.identity, seen.steady_s)
-        found = predictions(sizing, load, steps, memory.startup.last_s)
-        self.metrics.predicted(*seen.service.key, {each.quantity: each.error_ratio for each in found})
-        return found
-
-    async def _cold_start(self, seen: Observation, memory: Memory) -> ColdStart | None:
-        """In the pass that first sees a pod ready after requests had to wait for one."""
-        pod = first_ready(seen.pods)
-        if memory.requested_s is None or pod is None:
-            return None
-        start = cold_start(pod, memory.requested_s, await self.pod_models.compile_s(pod))
-        memory.requested_s = None
-        if start is not None:
-            self.metrics.started_cold(start.phases())
-        return start
 
     async def _apply(
         self, seen: Observation, load: Load | None, predicted: Sized | SizingProblem, decision: Decision
@@ -402,6 +398,14 @@ class Reconciler:
                 answer = await self.client.annotate_pod(seen.service.namespace, pod.name, {labels.DELETION_COST: cost})
                 if answer is not None:
                     self.cache.put("Pod", answer)
+
+    def _surroundings(self, service: LLMService) -> Surroundings:
+        return Surroundings(
+            name_holder=self.cache.name_holder(service.served_name),
+            gateway_signs=self.public_keys() is not None,
+            pool=self.cache.child("InferencePool", *service.key),
+            pools_installed=not self.cache.lacks("InferencePool"),
+        )
 
     async def _write_status(self, seen: Observation, deployment: Manifest | None, outcome: Outcome) -> None:
         service = seen.service
@@ -469,10 +473,3 @@ def _flow(forecast: Forecast | None) -> dict[str, float | None]:
         "load_replicas": forecast.level if forecast else None,
         "predicted_load_replicas": forecast.predicted if forecast else None,
     }
-
-
-def _blocked(refusals: Sequence[Refusal]) -> Trouble | None:
-    """All refusals as one, under the first one's reason."""
-    if not refusals:
-        return None
-    return Trouble(refusals[0].trouble.reason, "; ".join(one.trouble.message for one in refusals))

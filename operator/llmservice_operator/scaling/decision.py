@@ -42,6 +42,10 @@ class ScalingState:
     """Of the spec that the history was made under."""
     gpu_hours: GpuHours
 
+    def shifted(self, by_s: float) -> ScalingState:
+        """The same on another clock."""
+        return replace(self, history=self.history.shifted(by_s))
+
 
 def gpu_hours_of(status: AutoscalingStatus | None, now: float) -> GpuHours:
     """What the status kept; from now on where it has none."""

@@ -22,15 +22,13 @@ from llmservice_operator.api.status import (
     SizingStatus,
 )
 from llmservice_operator.children.expected import service_url
+from llmservice_operator.cluster.applier import Refusal
 from llmservice_operator.correction import max_num_seqs_now
 from llmservice_operator.pods.cold_start import ColdStart
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
-from llmservice_operator.scaling.decision import Decision
-from llmservice_operator.scaling.history import Timed
+from llmservice_operator.scaling.decision import Decision, ScalingState, scale_policy
 from llmservice_operator.scaling.load import Load
-from llmservice_operator.scaling.policy import ScalePolicy
-from llmservice_operator.scaling.schedule import GpuHours
 from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.status.autoscaling_status import (
     UNLIMITED,
@@ -80,48 +78,67 @@ from llmservice_planner.prediction_error import Prediction
 
 
 @dataclass(frozen=True, slots=True)
+class PodReports:
+    """What the pods of a service report in a pass."""
+
+    load: Load | None = None
+    """None where no pod could be read."""
+    fetching: Fetching | None = None
+    """The downloads of the model, if any."""
+    adapters: Mapping[str, Sequence[PodAdapter]] = field(default_factory=dict)
+    """Of the serving pods, by pod."""
+    predictions: Sequence[Prediction] = ()
+    """What was predicted of the pods and what they measured."""
+    cold_start: ColdStart | None = None
+    """Of the first pod after zero, in the pass that first sees it ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the status says of other objects in the cluster."""
+
+    name_holder: str | None = None
+    """The namespace that the gateway routes the served name to."""
+    gateway_signs: bool = False
+    """Whether the gateway has API keys, and signs what it sends on."""
+    pool: Manifest | None = None
+    """The service's InferencePool."""
+    pools_installed: bool = False
+    """Whether the cluster serves that kind."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a pass found out and did."""
 
     sizing: Sized | SizingProblem
-    load: Load | None
+    reports: PodReports
     decision: Decision
     desired: int
     """Replicas that the Deployment is set to after the pass."""
     slo: Verdict
     """Whether the target can be met."""
+    refusals: Sequence[Refusal] = ()
+    """The children that could not be applied."""
+    scaling: ScalingState | None = None
+    """The autoscaler's after the pass, its history in seconds since 1970; None without autoscaling."""
     startup_s: float | None = None
-    blocked: Trouble | None = None
-    """What kept the children from being applied."""
-    unreachable: bool = True
-    """Whether the Deployment or a Service is among them: without those no request is served."""
-    policy: ScalePolicy | None = None
-    """None without autoscaling."""
-    capacity: Timed | None = None
-    """What one full replica was last measured to finish."""
-    correction: float = 1.0
-    """Of the latency model, by such measurements."""
-    gpu_hours: GpuHours | None = None
-    """Of the day so far."""
-    fetching: Fetching | None = None
-    """The downloads of the model, if any."""
     settling: bool = False
     """Whether the Deployment was changed a moment ago and Kubernetes has not observed it yet."""
-    name_holder: str | None = None
-    """The namespace that the gateway routes the served name to."""
-    adapters: Mapping[str, Sequence[PodAdapter]] = field(default_factory=dict)
-    """What the serving pods report, by pod."""
-    gateway_signs: bool = False
-    """Whether the gateway has API keys, and signs what it sends on."""
-    pool: Manifest | None = None
-    """The InferencePool."""
-    pools_installed: bool = False
-    """Whether the cluster serves that kind."""
-    predictions: Sequence[Prediction] = ()
-    """What was predicted of the pods and what they measured."""
-    cold_start: ColdStart | None = None
-    """Of the first pod after zero, in the pass that first sees it ready."""
+    surroundings: Surroundings = Surroundings()
     allowance: WriteAllowance = UNLIMITED
+
+    @property
+    def blocked(self) -> Trouble | None:
+        """All refusals as one, under the first one's reason."""
+        if not self.refusals:
+            return None
+        return Trouble(self.refusals[0].trouble.reason, "; ".join(one.trouble.message for one in self.refusals))
+
+    @property
+    def unreachable(self) -> bool:
+        """Whether no request can be served for a refusal."""
+        return any(one.kind in {"Deployment", "Service"} for one in self.refusals)
 
     def resumes(self, service: LLMService) -> bool:
         """Whether the scaling part of the status is kept as this process found it."""
@@ -135,12 +152,13 @@ def expected_status(
     service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome, now: float
 ) -> LLMServiceStatus:
     """The whole status. The same observations give the same status, so that nothing is rewritten without a change."""
-    status, generation, sizing = service.status, service.metadata.generation, outcome.sizing
+    status, generation = service.status, service.metadata.generation
+    sizing, reports = outcome.sizing, outcome.reports
     live = [pod for pod in pods if not pod.terminating]
     if isinstance(sizing, SizingProblem):  # pods that serve an earlier spec keep the figures that they started with
         model, sized = status.model, status.sizing
     else:
-        model = model_status(service.spec.model, sizing.model, outcome.fetching, _model_code(service, outcome.load))
+        model = model_status(service.spec.model, sizing.model, reports.fetching, _model_code(service, reports.load))
         sized = sizing_status(sizing, _measured(service, deployment, pods, sizing, outcome))
         sized = sized and _with_predictions(sized, service, sizing, outcome)
     return LLMServiceStatus(
@@ -152,7 +170,7 @@ def expected_status(
         model=model,
         sizing=sized,
         autoscaling=_autoscaling(service, outcome, now),
-        adapters=_adapters(service, outcome.adapters),
+        adapters=_adapters(service, reports.adapters),
         conditions=conditions(status.conditions, _verdicts(service, deployment, live, outcome), generation, now),
     )
 
@@ -160,25 +178,25 @@ def expected_status(
 def _verdicts(
     service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome
 ) -> list[Verdict | Condition]:
-    sizing, blocked = outcome.sizing, outcome.blocked
+    sizing, blocked, reports, cluster = outcome.sizing, outcome.blocked, outcome.reports, outcome.surroundings
     held_up = blocked if outcome.unreachable else None
     autoscaled = service.spec.autoscaling is not None
     ready = ready_verdict(
         deployment, outcome.desired, pods, sizing, held_up, autoscaled=autoscaled, decision=outcome.decision
     )
     progressing = progressing_verdict(deployment, outcome.desired, pods, sizing, blocked)
-    pool = inference_pool_verdict(outcome.pool, installed=outcome.pools_installed)
+    pool = inference_pool_verdict(cluster.pool, installed=cluster.pools_installed)
     found = [
-        _settled(service, while_fetching(ready, outcome.fetching, service.spec.model.uri), outcome),
+        _settled(service, while_fetching(ready, reports.fetching, service.spec.model.uri), outcome),
         progressing,
         stalled_verdict(ready, progressing),
         sizing_verdict(sizing),
         _scaling(service, pods, outcome),
         outcome.slo,
-        name_verdict(service.served_name, service.namespace, outcome.name_holder),
-        access_verdict(service.spec.access) if outcome.gateway_signs else None,
-        _degraded(service, outcome.load),
-        adapters_verdict(service.spec.adapters, outcome.adapters),
+        name_verdict(service.served_name, service.namespace, cluster.name_holder),
+        access_verdict(service.spec.access) if cluster.gateway_signs else None,
+        _degraded(service, reports.load),
+        adapters_verdict(service.spec.adapters, reports.adapters),
         pool if service.spec.gateway.inference_pool else None,
     ]
     return [one for one in found if one is not None]
@@ -231,7 +249,7 @@ def _measured(
         return None
     unchanged = service.status.observed_generation == service.metadata.generation
     before = service.status.sizing.measured if service.status.sizing and unchanged else None
-    load, blocks = outcome.load, measured_blocks(outcome.load, pods, deployment)
+    load, blocks = outcome.reports.load, measured_blocks(outcome.reports.load, pods, deployment)
     if load is None or blocks is None:
         return before
     forecast = outcome.decision.forecast
@@ -246,7 +264,7 @@ def _with_predictions(sized: SizingStatus, service: LLMService, sizing: Sized, o
     now = max_num_seqs_now(service.spec, sizing, sized.measured.blocks if sized.measured else None)
     return sized.model_copy(
         update={
-            "predictions": predictions_status(outcome.predictions, before.predictions if before else []),
+            "predictions": predictions_status(outcome.reports.predictions, before.predictions if before else []),
             "max_num_seqs_measured": now[0] if now else None,
         }
     )
@@ -262,22 +280,24 @@ def _model_code(service: LLMService, load: Load | None) -> str | None:
 
 def _autoscaling(service: LLMService, outcome: Outcome, now: float) -> AutoscalingStatus:
     """Load figures for every service; decisions and signals only where the operator decides."""
-    load, policy, allowance = outcome.load, outcome.policy, outcome.allowance
+    load, scaling, allowance = outcome.reports.load, outcome.scaling, outcome.allowance
+    policy = scale_policy(service, outcome.sizing)
     before = service.status.autoscaling or AutoscalingStatus(desired_replicas=outcome.desired)
     waiting = round(load.waiting / len(load.pods), 1) if load else None
     resumes = outcome.resumes(service)
     decides = service.spec.autoscaling is not None and isinstance(outcome.sizing, Sized) and not resumes
-    log, capacity = before.decisions, outcome.capacity
+    log, capacity = before.decisions, scaling.history.capacity if scaling else None
+    correction = scaling.history.correction_at(now) if scaling else 1.0
     most = service.spec.autoscaling.max_gpu_hours_per_day if service.spec.autoscaling else None
     return AutoscalingStatus(
         desired_replicas=outcome.desired,
         queue_depth=throttled(before.queue_depth, waiting, allowance),
         ttft_p99_seconds=throttled(before.ttft_p99_seconds, rounded(load.ttft_p99_s if load else None), allowance),
         startup_seconds=math.ceil(outcome.startup_s) if outcome.startup_s is not None else None,
-        last_cold_start=_cold_start(outcome.cold_start) or before.last_cold_start,
+        last_cold_start=_cold_start(outcome.reports.cold_start) or before.last_cold_start,
         demand=before.demand if resumes else demand_status(before.demand, outcome.decision.forecast, allowance),
-        gpu_hours=gpu_hours_status(before.gpu_hours, outcome.gpu_hours, most),
-        capacity=before.capacity if resumes else capacity_status(before.capacity, capacity, outcome.correction),
+        gpu_hours=gpu_hours_status(before.gpu_hours, scaling.gpu_hours if scaling else None, most),
+        capacity=before.capacity if resumes else capacity_status(before.capacity, capacity, correction),
         signals=signals_status(service.key, load, policy, capacity and capacity[1], before.signals, allowance)
         if policy
         else [],

@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.api.status import LLMServiceStatus
+from llmservice_operator.cluster.applier import Refusal
 from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.pods.pod import Pod, Trouble
-from llmservice_operator.scaling.decision import Decision, ScalePolicy
+from llmservice_operator.scaling.decision import Decision, ScalingState
+from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Load, PodLoad
+from llmservice_operator.scaling.schedule import GpuHours
 from llmservice_operator.sizing import Sized, SizingProblem, size
 from llmservice_operator.status.conditions import READY, SLO_FEASIBLE, Verdict
 from llmservice_operator.status.events import transition_events
-from llmservice_operator.status.report import Outcome, expected_status, merge_patch
+from llmservice_operator.status.report import Outcome, PodReports, expected_status, merge_patch
 from llmservice_planner.shape import ModelShape
 
 SPEC: dict[str, Any] = {
@@ -73,7 +76,14 @@ loads = st.none() | st.builds(
 verdicts = st.builds(
     Verdict, st.just(SLO_FEASIBLE), st.sampled_from(["True", "False", "Unknown"]), st.just("TargetReachable"), messages
 )
-blocked = st.none() | st.builds(Trouble, st.sampled_from(["NameConflict", "ApplyFailed"]), messages)
+refusals = st.lists(
+    st.builds(
+        Refusal,
+        st.just("Deployment"),
+        st.builds(Trouble, st.sampled_from(["NameConflict", "ApplyFailed"]), messages),
+    ),
+    max_size=2,
+)
 
 
 def sized() -> Sized:
@@ -92,18 +102,16 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
     autoscaled, sizing = draw(st.booleans()), draw(sizings)
     wanted = draw(st.integers(0, 3))
     spec = {**SPEC, **({"autoscaling": {"maxReplicas": 3}} if autoscaled else {"replicas": wanted})}
-    parsed = LLMServiceSpec.model_validate(spec)
-    policy = ScalePolicy.of(parsed.autoscaling, parsed.slo, 8) if parsed.autoscaling else None
+    history = History(capacity=draw(st.none() | st.just((NOW, 1.5))))
     outcome = Outcome(
         sizing=sizing,
-        load=draw(loads),
+        reports=PodReports(load=draw(loads)),
         decision=Decision(wanted, draw(st.integers(0, 3)), ("queue: 3 waiting -> 2",), active=draw(st.booleans())),
         desired=wanted,
         slo=draw(verdicts),
         startup_s=draw(st.none() | st.floats(1, 100)),
-        blocked=draw(blocked),
-        policy=None if isinstance(sizing, SizingProblem) else policy,
-        capacity=draw(st.none() | st.just((NOW, 1.5))),
+        refusals=draw(refusals),
+        scaling=ScalingState(history, 1, GpuHours.start(NOW)) if autoscaled else None,
     )
     world = {"spec": spec, "generation": draw(st.integers(1, 3)), "deployment": draw(deployments)}
     return {**world, "pods": draw(st.lists(pods, max_size=4)), "outcome": outcome}
