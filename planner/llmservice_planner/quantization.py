@@ -251,6 +251,12 @@ _USUAL = {
 }
 
 
+_ESCAPED = re.compile(r"\\.|\[\^?\]?[^]]*\]")
+"""Characters and sets of them, in a pattern."""
+_REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
+"""Matching may take exponential time, and the operator matches the patterns of any checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Modules:
     """Those that some names and patterns mean: checkpoints have tens of thousands of either."""
@@ -267,6 +273,11 @@ class _Modules:
             if not pattern.startswith("re:"):
                 names.add(pattern)
                 continue
+            if _REPEATED_GROUP.search(_ESCAPED.sub("_", pattern)):
+                raise QuantizationError(
+                    f"config.json: quantization_config names {pattern!r}, which repeats a group, so that matching it"
+                    " may take for ever: name the modules without (…)*, (…)+ or (…){…}"
+                )
             try:
                 expressions.append(re.compile(pattern.removeprefix("re:")))
             except re.error as error:
