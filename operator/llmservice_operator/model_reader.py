@@ -25,7 +25,7 @@ from llmservice_planner.checkpoint import (
 )
 from llmservice_planner.encoders import SENTENCES, TOKENIZER, is_encoder
 from llmservice_planner.model_config import names_dtype, patched
-from llmservice_planner.quantization import SIDECAR, with_sidecar
+from llmservice_planner.quantization_config import SIDECAR, with_sidecar
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
 
 DEFAULT_HUB = "https://huggingface.co"

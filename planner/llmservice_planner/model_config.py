@@ -19,7 +19,8 @@ from llmservice_planner.encoders import (
     without_config,
 )
 from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family, find_family
-from llmservice_planner.quantization import SIDECAR, QuantizationConfig, QuantizationError, with_sidecar
+from llmservice_planner.quantization import QuantizationError
+from llmservice_planner.quantization_config import SIDECAR, read_quantization, with_sidecar
 
 MOST_LAYERS = 1024
 """As of `spec.model.shape`."""
@@ -303,7 +304,7 @@ def _dtype(value: object) -> str:
 def _quantization(config: Mapping[str, Any]) -> str | None:
     """The code of the format of most matrices: where a checkpoint has several, the main one."""
     try:
-        quantization = QuantizationConfig.of(config)
+        quantization = read_quantization(config)
     except QuantizationError as error:
         raise ShapeError(str(error)) from error
     return None if quantization is None else quantization.main.code

@@ -35,11 +35,11 @@ from llmservice_planner.model_config import (
 from llmservice_planner.quantization import (
     CPU_COLUMNS,
     Quantization,
-    QuantizationConfig,
     QuantizationError,
     WeightFormat,
     linear_bytes,
 )
+from llmservice_planner.quantization_config import read_quantization
 
 __all__ = ["DTYPE_BYTES", "KV_SCALE_BYTES", "ModelShape", "ShapeError", "weights_bytes"]
 
@@ -185,7 +185,7 @@ class ModelShape:
             return self
         if self.architecture == "gpt_oss":
             refuse_separate_experts(tensors)
-        if (quantization := QuantizationConfig.of(config)) is None:
+        if (quantization := read_quantization(config)) is None:
             refuse_quantized(tensors)
         tied = self.tie_word_embeddings or not has_head(tensors)
         counts = WeightCounts.of(

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, place_of, stored_dtype, weights_bytes
 from llmservice_planner.model_config import ShapeError
 from llmservice_planner.model_source import read_model
-from llmservice_planner.quantization import QuantizationConfig
+from llmservice_planner.quantization_config import read_quantization
 from llmservice_planner.shape import ModelShape
 
 _TENSORS = {"a": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.float16), "packed": np.zeros(11, np.int8)}
@@ -177,7 +177,7 @@ def _awq(module: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
 
 def _counts(*others: dict[str, tuple[int, ...]], tied: bool = False, packed: bool = True) -> WeightCounts:
     tensors = _tensors(*others, qweight="I32", qzeros="I32", scales="F16")
-    quantization = QuantizationConfig.of({"quantization_config": AWQ if packed else None})
+    quantization = read_quantization({"quantization_config": AWQ if packed else None})
     return WeightCounts.of(tensors, quantization, layers=2, hidden_size=256, tied=tied)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError, WeightFormat
+from llmservice_planner.quantization_config import read_quantization
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
@@ -14,7 +15,7 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
 def parsed(**raw: Any) -> QuantizationConfig:
-    config = QuantizationConfig.of({"model_type": "gpt_oss", "quantization_config": raw})
+    config = read_quantization({"model_type": "gpt_oss", "quantization_config": raw})
     assert config is not None
     return config
 
@@ -302,12 +303,12 @@ def test_4_bits_with_rounded_activations_are_no_8_bit_products() -> None:
 @pytest.mark.parametrize("names", [["quantization"], ["quantization", "quantization_config"]])
 def test_mlx_is_refused_by_its_name(names: list[str]) -> None:
     with pytest.raises(QuantizationError, match="quantised by 'mlx', supported are"):
-        QuantizationConfig.of({name: {"group_size": 64, "bits": 4, "mode": "affine"} for name in names})
+        read_quantization({name: {"group_size": 64, "bits": 4, "mode": "affine"} for name in names})
 
 
 def test_attention_and_caches_that_are_quantised_leave_the_weights_as_they_are() -> None:
     method = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {}}
     attention = {"targets": ["LlamaAttention"], "weights": None, "format": "dense"}
-    assert QuantizationConfig.of({"quantization_config": {**method, "config_groups": {}}}) is None
+    assert read_quantization({"quantization_config": {**method, "config_groups": {}}}) is None
     linear = {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"}
     assert len(parsed(**method, config_groups={"a": attention, "b": linear}).formats) == 1

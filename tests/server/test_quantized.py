@@ -21,7 +21,8 @@ from harness.families import FAMILIES, OTHERS, save
 from harness.quantized import CONFIG, FORMATS, SHAPES, TOKEN, Format, Tensors, dense_tensors, fp4, write, write_both
 from llmservice_planner.checkpoint import StoredTensor, WeightCounts
 from llmservice_planner.gpu import cpu_device, find_gpu
-from llmservice_planner.quantization import QUANTIZATIONS, Quantization, QuantizationConfig, WeightFormat
+from llmservice_planner.quantization import QUANTIZATIONS, Quantization, WeightFormat
+from llmservice_planner.quantization_config import read_quantization
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
 from llmservice_server.backend.base import Linear, linears_of
@@ -566,7 +567,7 @@ def test_matrices_of_odd_sizes_are_counted_as_they_are_held(sizes: dict[str, int
     """Blocks across the borders of fused parts, and outputs that a CPU's products do not take."""
     tensors, parts = {}, []
     config = {"quantization_config": FORMATS[name].config}
-    quantization = QuantizationConfig.of(config)
+    quantization = read_quantization(config)
     assert quantization is not None
     for part, outputs in sizes.items():
         module = f"model.layers.0.self_attn.{part}"

@@ -18,7 +18,7 @@ from llmservice_planner.checkpoint import (
 from llmservice_planner.encoders import MODULES, SENTENCES, TOKENIZER, is_encoder, without_config
 from llmservice_planner.model_config import names_dtype
 from llmservice_planner.model_source import CheckpointFigures
-from llmservice_planner.quantization import SIDECAR, with_sidecar
+from llmservice_planner.quantization_config import SIDECAR, with_sidecar
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.fetch.checkpoint import needed, remote_source
 from llmservice_server.fetch.source import CorruptError, FetchError, RemoteFile, RetryableError, Source, retrying

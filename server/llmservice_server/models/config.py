@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from llmservice_planner.families import FAMILIES, Family, find_family
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError
+from llmservice_planner.quantization_config import read_quantization
 from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 from llmservice_server.models.rope import RopeConfig
 from llmservice_server.types.checkpoint_config import CheckpointConfig
@@ -246,7 +247,7 @@ def _refuse_other_activations(keys: CheckpointConfig, *, is_gemma: bool) -> None
 
 def quantization_of(raw: Mapping[str, Any]) -> QuantizationConfig | None:
     try:
-        return QuantizationConfig.of(raw)
+        return read_quantization(raw)
     except QuantizationError as error:
         raise ModelLoadError(str(error)) from error
 
