@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmservice_server.engine.config import ReasoningFormatName, ToolCallFormatName
 from llmservice_server.sampling.grammar import LarkRules, behind, lark_grammar
-from llmservice_server.text import tool_calls
+from llmservice_server.text import json_calls
 from llmservice_server.text.gemma import GEMMA
 from llmservice_server.text.reasoning import (
     CALL,
@@ -234,10 +234,10 @@ class ChatFormats:
 def _tool_format(name: ToolCallFormatName, template: str) -> ToolFormat | None:
     """None: none, or harmony, which has no format of calls of its own."""
     if name == "mistral" and "[ARGS]" in template:
-        return tool_calls.MISTRAL_ARGS
+        return json_calls.MISTRAL_ARGS
     if name == "glm" and "</arg_key><arg_value>" in template:
         return GLM_COMPACT
-    formats = (*tool_calls.JSON_FORMATS, QWEN3_CODER, SEED_OSS, MINIMAX_M2, GLM, GEMMA)
+    formats = (*json_calls.JSON_FORMATS, QWEN3_CODER, SEED_OSS, MINIMAX_M2, GLM, GEMMA)
     return {layout.name: layout for layout in formats}.get(name)
 
 

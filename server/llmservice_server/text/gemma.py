@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmservice_server.sampling.grammar import LarkRules
+from llmservice_server.text.json_calls import JsonCallParser
 from llmservice_server.text.tool_calls import (
-    JsonCallParser,
     ToolCallParser,
     ToolFormat,
     ToolSchema,

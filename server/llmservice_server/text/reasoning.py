@@ -10,7 +10,8 @@ from typing import Literal, Protocol
 
 from llmservice_server.sampling.grammar import WHITE_SPACE, LarkRules, escaped
 from llmservice_server.text.detokenizer import StopStrings
-from llmservice_server.text.tool_calls import Call, JsonObject, Parsed, ToolSchema, call_id, json_arguments
+from llmservice_server.text.json_calls import JsonObject
+from llmservice_server.text.tool_calls import Call, Parsed, ToolSchema, call_id, json_arguments
 
 Beginning = Literal["open", "reasoning", "content"]
 """Where an answer begins. The prompt may have begun its reasoning or its content; open: it has begun neither."""

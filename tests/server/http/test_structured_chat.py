@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from pydantic import BaseModel, Field
 
-from llmservice_server.text.tool_calls import HERMES
+from llmservice_server.text.json_calls import HERMES
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 

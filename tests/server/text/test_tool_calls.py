@@ -14,16 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llmservice_server.sampling.grammar import LarkRules, check_grammar, lark_grammar
 from llmservice_server.text.chat_template import ChatTemplate
-from llmservice_server.text.tool_calls import (
-    HERMES,
-    LLAMA3_JSON,
-    JsonFormat,
-    JsonObject,
-    Parsed,
-    ToolFormat,
-    ToolSchema,
-    merge,
-)
+from llmservice_server.text.json_calls import HERMES, LLAMA3_JSON, JsonFormat, JsonObject
+from llmservice_server.text.tool_calls import Parsed, ToolFormat, ToolSchema, merge
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
 TOKENIZER = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
