@@ -13,12 +13,12 @@ from gpu_bench.bench import Bench
 from gpu_bench.device import seconds
 from gpu_bench.sections import Findings
 from llmservice_bench.results import Check
-from llmservice_server.backend.base import LayerOps
 from llmservice_server.backend.cuda.backend import TritonLayerOps
 from llmservice_server.backend.cuda.experts import CudaExperts
 from llmservice_server.backend.cuda.kernels.jit import FP8, FP8_MAX
 from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
 from llmservice_server.backend.experts import AdaptedRows, Experts, stack_of
+from llmservice_server.backend.layers import LayerOps
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from llmservice_bench.profile.ceilings import Ceilings, seconds
-from llmservice_server.backend.base import LayerOps, Linear
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT, pack
 from llmservice_server.backend.experts import AdaptedRows, Experts, LowRankExperts, stack_of
+from llmservice_server.backend.layers import LayerOps, Linear
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 

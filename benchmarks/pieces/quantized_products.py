@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from llmservice_server.backend.base import Linear
 from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT, PackedLinear, pack
+from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 

@@ -25,13 +25,13 @@ from llmservice_planner.quantization import QUANTIZATIONS, Quantization, WeightF
 from llmservice_planner.quantization_config import read_quantization
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
-from llmservice_server.backend.base import Linear, linears_of
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.cpu import int4
 from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
+from llmservice_server.backend.layers import Linear, linears_of
 from llmservice_server.backend.quantized import QuantizedWeight, fuse
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig, Implementation

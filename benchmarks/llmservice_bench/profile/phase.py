@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from llmservice_server.backend.base import linears_of
+from llmservice_server.backend.layers import linears_of
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.startup import model_runner

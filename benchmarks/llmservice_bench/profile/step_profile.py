@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from llmservice_server.backend.base import Attend, linears_of, rotates
+from llmservice_server.backend.base import Attend, rotates
+from llmservice_server.backend.layers import linears_of
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.decoder import DecoderModel

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, Self
 
 import torch
 
-from llmservice_server.backend.base import Activation, DenseMlp, LayerOps, Linear
+from llmservice_server.backend.layers import Activation, DenseMlp, LayerOps, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 

@@ -8,17 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import (
-    Attend,
-    DecoderLayer,
-    LayerOps,
-    Linear,
-    Rotation,
-    each_linear,
-    linears_of,
-    rotates,
-)
+from llmservice_server.backend.base import Attend, Rotation, each_linear, rotates
 from llmservice_server.backend.experts import ExpertsMlp, Mixture
+from llmservice_server.backend.layers import DecoderLayer, LayerOps, Linear, linears_of
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.lora import LoraLinear

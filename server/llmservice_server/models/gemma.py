@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmservice_server.backend.base import DecoderLayer
+from llmservice_server.backend.layers import DecoderLayer
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.llama import dense_mlp, norm, self_attention
 from llmservice_server.models.weights import Weights

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from llmservice_server.backend.base import DecoderLayer, Linear
 from llmservice_server.backend.experts import Experts, ExpertsMlp
+from llmservice_server.backend.layers import DecoderLayer, Linear
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.models.config import ExpertsConfig, ModelConfig

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from llmservice_server.backend.base import DecoderLayer, DenseMlp, Mlp, SelfAttention
+from llmservice_server.backend.layers import DecoderLayer, DenseMlp, Mlp, SelfAttention
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.weights import Weights
 

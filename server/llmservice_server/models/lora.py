@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from llmservice_server.backend.base import LayerOps, Linear, Model, each_linear
+from llmservice_server.backend.base import Model, each_linear
 from llmservice_server.backend.experts import Experts, LowRankExperts
+from llmservice_server.backend.layers import LayerOps, Linear
 from llmservice_server.backend.quantized import QuantizedLinear
 
 _MOST_RANKS = 256

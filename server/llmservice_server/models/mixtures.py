@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmservice_server.backend.base import DecoderLayer, Linear
 from llmservice_server.backend.experts import Experts, ExpertsMlp
+from llmservice_server.backend.layers import DecoderLayer, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.models.config import ExpertsConfig, ModelConfig
 from llmservice_server.models.llama import dense_mlp, layer_with, llama_layer

@@ -18,8 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from llmservice_planner.checkpoint import LANGUAGE_MODEL
-from llmservice_server.backend.base import Activation, Attend, LayerOps, Linear
+from llmservice_server.backend.base import Attend
 from llmservice_server.backend.experts import Experts, Mixture
+from llmservice_server.backend.layers import Activation, LayerOps, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.transformers_attention import NAME, attend_of_pass, has_latents, pass_latents
 from llmservice_server.models.transformers_config import TransformersConfig, fix_long_rope, one_line, read_configs

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from llmservice_server.backend.base import Linear
+from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 

@@ -37,7 +37,8 @@ from llmservice_planner.quantization import (
     module_and_suffix,
 )
 from llmservice_planner.shape import ModelShape, ShapeError
-from llmservice_server.backend.base import Linear, Model
+from llmservice_server.backend.base import Model
+from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.engine.config import Implementation
 from llmservice_server.models.architectures import build

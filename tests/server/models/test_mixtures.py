@@ -9,8 +9,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_planner.shape import ModelShape
-from llmservice_server.backend.base import DecoderLayer
 from llmservice_server.backend.experts import ExpertsMlp, stack_of
+from llmservice_server.backend.layers import DecoderLayer
 from llmservice_server.backend.quantized import QuantizedLinear
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.models.decoder import DecoderModel

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmservice_server.backend.base import Attention, DecodePath, Decoder, Linear, Model
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, Model
 from llmservice_server.backend.cpu import int4, int8, sampler
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
@@ -15,6 +15,7 @@ from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import HAS_TILES, KERNEL_ROWS, OwnPackedLinear, PackedLinear, pack
 from llmservice_server.backend.grouped import by_group
+from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch.backend import TorchBackend

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Decoder, Linear, RowAdapters, linears_of
+from llmservice_server.backend.base import Decoder, RowAdapters
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.attention_kernels import rotate_and_decode
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
@@ -22,6 +22,7 @@ from llmservice_server.backend.cpu.int8 import Int8Linear, int8_columns, multipl
 from llmservice_server.backend.cpu.layer_ops import add, add_norm, gated_row
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, as_operand, linear_columns, multiply, weights_at
 from llmservice_server.backend.cpu.llvm import as_array, from_float32
+from llmservice_server.backend.layers import Linear, linears_of
 from llmservice_server.backend.step_input import StepInput
 
 

@@ -11,7 +11,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import LayerOps, Linear
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.decode import columns, gated_columns, kind_of, matrix_of, prepare, rows_of
 from llmservice_server.backend.cpu.layer_ops import ACTIVATIONS
@@ -19,6 +18,7 @@ from llmservice_server.backend.cpu.linear import COLUMNS, FAST_ROWS, PackedLinea
 from llmservice_server.backend.cpu.llvm import as_array, from_float32, to_float32
 from llmservice_server.backend.cpu.tiles import TILE_ROWS
 from llmservice_server.backend.experts import Experts
+from llmservice_server.backend.layers import LayerOps, Linear
 
 
 @dataclass(slots=True)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation, Linear
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, linear_columns
 from llmservice_server.backend.cpu.llvm import as_array, convert, exp, from_float32, to_float32
+from llmservice_server.backend.layers import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 
 _TORCH_ELEMENTS = 1 << 18

@@ -28,12 +28,12 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from llmservice_server.backend.base import Linear
 from llmservice_server.backend.cpu import llvm
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, intrinsic, use_threads
 from llmservice_server.backend.cpu.kernel_cache import may_use_tiles
 from llmservice_server.backend.cpu.llvm import as_array
 from llmservice_server.backend.cpu.tiles import TILE_ROWS, add_by_tiles, are_packed
+from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _LAYOUT_ROWS = 512

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from llmservice_server.backend.agreement import BOUNDS, MIXED, Case, why_wrong
-from llmservice_server.backend.base import Activation, Attention, DecodePath, Decoder, Linear, Model
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, Model
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.attention import TritonAttention
@@ -22,6 +22,7 @@ from llmservice_server.backend.cuda.linear import MOST_ROWS, CudaQuantizedLinear
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
 from llmservice_server.backend.experts import Experts
 from llmservice_server.backend.grouped import GroupedAttention, by_group
+from llmservice_server.backend.layers import Activation, Linear
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler

@@ -8,11 +8,11 @@ from typing import Self
 
 import torch
 
-from llmservice_server.backend.base import LayerOps, Linear
 from llmservice_server.backend.cuda.kernels.one_token import experts_of_one_token
 from llmservice_server.backend.cuda.kernels.products import Tiled, can_multiply, grouped_product
 from llmservice_server.backend.cuda.kernels.routing import Routing, combine, route
 from llmservice_server.backend.experts import AdaptedRows, Experts, stack_of
+from llmservice_server.backend.layers import LayerOps, Linear
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation, Linear
+from llmservice_server.backend.layers import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation, Linear
 
 
 @dataclass(slots=True)

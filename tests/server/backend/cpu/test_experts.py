@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmservice_server.backend.base import Activation
 from llmservice_server.backend.cpu.backend import converted
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import FAST_ROWS, HAS_QUAD_PRODUCT, pack
 from llmservice_server.backend.experts import Experts
+from llmservice_server.backend.layers import Activation
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 

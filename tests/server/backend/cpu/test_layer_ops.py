@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from llmservice_server.backend.base import LayerOps
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps, rotate_and_store, store
 from llmservice_server.backend.cpu.llvm import as_array
+from llmservice_server.backend.layers import LayerOps
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 from llmservice_server.models.rope import rotate
 
