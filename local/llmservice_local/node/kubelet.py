@@ -59,6 +59,8 @@ class Kubelet:
         self._settings = settings
         self._recorder = Recorder(client, "kubelet", settings.name)
         self._workers: dict[str, tuple[PodWorker, asyncio.Task[None]]] = {}
+        self._done: set[str] = set()
+        """Pods whose worker has ended, until the watch reports their deletion."""
         self._gpus: dict[int, str] = {}
         self._wake = asyncio.Event()
         self.registered = asyncio.Event()
@@ -110,15 +112,19 @@ class Kubelet:
                 addresses.release(worker.address)
                 self._gpus = {gpu: owner for gpu, owner in self._gpus.items() if owner != uid}
                 del self._workers[uid]
+                self._done.add(uid)
                 if not task.cancelled() and (error := task.exception()) is not None:
                     _LOG.error("pod %s: its worker failed", worker.pod["metadata"]["name"], exc_info=error)
             elif uid in mine:
                 worker.update(mine[uid])
             else:
                 worker.forget()
+        self._done &= mine.keys()
         for uid, pod in mine.items():
-            if uid not in self._workers and "deletionTimestamp" not in pod["metadata"] and not has_ended(pod):
+            is_over = "deletionTimestamp" in pod["metadata"] and uid in self._done
+            if uid not in self._workers and not is_over and not has_ended(pod):
                 worker = PodWorker(pod, self._pod_host(session, addresses.take(), pod))
+                worker.update(pod)  # it may have been deleted before it is seen here
                 task = asyncio.create_task(worker.run())
                 task.add_done_callback(lambda _: self._wake.set())
                 self._workers[uid] = worker, task

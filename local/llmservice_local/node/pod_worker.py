@@ -126,6 +126,8 @@ class PodWorker:
     # -- containers -------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
+        if self._ending.is_set():
+            return
         for container in self.init:
             await container.run()
             if container.exit_code != 0 or self._ending.is_set():
