@@ -144,9 +144,11 @@ class Container:
             async with asyncio.timeout(timeout_s):
                 code = await process.wait()
         except TimeoutError:
-            process.kill()
-            await process.wait()
             return probe.Outcome(False, f"command timed out after {timeout_s:g} s")
+        finally:  # also where the container ends meanwhile
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
         return probe.Outcome(code == 0, f"command exited with {code}" if code else "")
 
     # -- one run ----------------------------------------------------------------------------------------------------

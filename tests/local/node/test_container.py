@@ -1,4 +1,4 @@
-"""A container that is stopped while its process is being started, as after a crash."""
+"""Containers that are stopped while a process is being started, as after a crash, or a probe runs."""
 
 from __future__ import annotations
 
@@ -45,3 +45,19 @@ async def test_a_process_that_is_being_started_ends_too(tmp_path: Path, end: str
                 container.kill()
             await running
     assert container.exit_code == (143 if end == "stop" else 137)
+
+
+async def test_the_command_of_a_probe_ends_with_its_container(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    async with ClientSession() as session, asyncio.timeout(20):
+        container = make_container(tmp_path, session, lambda: None)
+        container.spec["livenessProbe"] = {
+            "exec": {"command": ["sh", "-c", f"echo $$ > {pid}; exec sleep 600"]},
+            "timeoutSeconds": 600,
+        }
+        running = asyncio.create_task(container.run())
+        while not (pid.exists() and pid.read_text()):
+            await asyncio.sleep(0.01)
+        container.kill()
+        await running
+    assert not Path("/proc", pid.read_text().strip()).exists()
