@@ -188,14 +188,18 @@ def compare(peers: Mapping[str, str], dtype: str, count: int) -> tuple[list[dict
             import_module("peers.gguf_file").write_gguf(checkpoint(MODEL, dtype), gguf, dtype)
         batch, single = jobs(dtype, count, IN_FLIGHT, gguf)
         shown = measure(peers, batch, single, all_turns=INT8 in peers)
+    ours = shown[OURS]
     for peer, answers in shown.items():
-        alone = in_turns(single.requests[: len(answers.single)], answers.single)
+        taken = single.requests[: len(answers.single)]
+        alone = in_turns(taken, answers.single)
         batches[peer] = Report.of(records(batch.requests, answers.batch))
         turns[peer] = speeds(single, answers.single)
         ttft_s[peer] = [record.ttft_s for record in alone]
-        for in_flight, report in ((IN_FLIGHT, batches[peer]), (1, Report.of(alone))):
+        for in_flight, report, same in (
+            (IN_FLIGHT, batches[peer], agreement(batch.requests, ours.batch, answers.batch)),
+            (1, Report.of(alone), agreement(taken, ours.single[: len(taken)], answers.single)),
+        ):
             about = {"peer": peer, "dtype": dtype, "in_flight": in_flight}
-            same = agreement(batch.requests, shown[OURS].batch, answers.batch)
             rows.append({**about, **report.row(), "same_tokens_as_ours": same})
             print(_line(rows[-1]), flush=True)
     return rows, format_checks(batches, turns, dtype) if INT8 in peers else checks(batches, turns, ttft_s, dtype)

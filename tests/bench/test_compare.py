@@ -15,6 +15,7 @@ from compare import (
     CLASSES,
     CONTINUOUS,
     FORMATS,
+    IN_FLIGHT,
     INT4,
     INT8,
     LLAMA_CPP,
@@ -22,7 +23,9 @@ from compare import (
     Q4_K_M,
     Q8_0,
     STATIC,
+    Shown,
     checks,
+    compare,
     finalists,
     format_checks,
     rotated,
@@ -190,6 +193,19 @@ def test_ours_and_the_best_of_the_others_take_more_turns(job: Job) -> None:
     assert speeds(asked, answers) == [2.0, 4.0]
     assert finalists({STATIC: 4.0, OURS: 3.0, LLAMA_CPP: 5.0}) == [OURS, LLAMA_CPP]
     assert finalists({OURS: 3.0}) == [OURS]
+
+
+def test_tokens_of_single_requests_are_compared_apart_from_those_of_the_batch(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [replace(job, requests=(PeerRequest([1], 2),) * count) for count in (1, 2)]
+    same, other = Answer(0.0, [7, 8], [0.5, 1.0]), Answer(0.0, [7, 9], [0.5, 1.0])
+    shown = {OURS: Shown([same], [same] * 2), STATIC: Shown([other], [same] * 2)}
+    monkeypatch.setattr("compare.jobs", lambda *_: jobs)
+    monkeypatch.setattr("compare.measure", lambda *_, **__: shown)
+    rows, _ = compare({OURS: CLASSES[OURS], STATIC: CLASSES[STATIC]}, "float32", 1)
+    found = {(row["peer"], row["in_flight"]): row["same_tokens_as_ours"] for row in rows}
+    assert found == {(OURS, IN_FLIGHT): 1, (OURS, 1): 1, (STATIC, IN_FLIGHT): 0.5, (STATIC, 1): 1}
 
 
 def test_single_stream_is_compared_per_turn_with_the_best_peer() -> None:
