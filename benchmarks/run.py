@@ -37,12 +37,12 @@ def run(benchmarks: Sequence[Benchmark]) -> list[str]:
     return failed
 
 
-def checks(benchmarks: Sequence[Benchmark], results: Path = FOLDER) -> list[Check]:
-    """The checks in the results of these benchmarks."""
+def checks(benchmarks: Sequence[Benchmark], since_s: float, results: Path = FOLDER) -> list[Check]:
+    """The checks in the results that these benchmarks wrote since then: others are of earlier runs."""
     found = []
     for benchmark in benchmarks:
         for path in sorted(results.glob("*.json")):
-            if benchmark.wrote(path.stem):
+            if benchmark.wrote(path.stem) and path.stat().st_mtime >= since_s:
                 checked = json.loads(path.read_text(encoding="utf-8")).get("checks", ())
                 found += [Check(check["what"], check["bound"], check["measured"], check["unit"]) for check in checked]
     return found
@@ -51,8 +51,9 @@ def checks(benchmarks: Sequence[Benchmark], results: Path = FOLDER) -> list[Chec
 def main(names: Sequence[str]) -> int:
     """Returns 1 if a benchmark failed; a missed target is a valid result."""
     chosen = [each for each in BENCHMARKS if (each.name in names if names else each.in_make_bench)]
+    began_s = time.time()
     failed = run(chosen)
-    print("\n" + "\n".join(check.line() for check in checks(chosen)))
+    print("\n" + "\n".join(check.line() for check in checks(chosen, began_s)))
     report.write()
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -109,10 +110,14 @@ def test_every_benchmark_has_a_docstring(report: ModuleType) -> None:
     assert in_make_bench < 20
 
 
-def test_runner_collects_the_checks_of_its_benchmarks(report: ModuleType, tmp_path: Path) -> None:
-    written(report, tmp_path, SERVE, results("strategies", [], checks=CHECKS))
+def test_runner_collects_the_checks_that_its_benchmarks_wrote(report: ModuleType, tmp_path: Path) -> None:
+    of_formats = results("compare_formats", [], checks=CHECKS)
+    written(report, tmp_path, SERVE, results("strategies", [], checks=CHECKS), of_formats)
+    os.utime(tmp_path / "results/compare_formats.json", (0, 0))
     run = importlib.import_module("run")
-    strategies = [each for each in report.BENCHMARKS if each.name == "strategies"]
-    serve = [each for each in report.BENCHMARKS if each.name == "serve"]
-    assert [check.met for check in run.checks(strategies, tmp_path / "results")] == [True, False]
-    assert run.checks(serve, tmp_path / "results") == []
+    by_name = {each.name: each for each in report.BENCHMARKS}
+    found = {
+        name: run.checks([by_name[name]], 1.0, tmp_path / "results") for name in ("strategies", "serve", "compare")
+    }
+    assert [check.met for check in found["strategies"]] == [True, False]
+    assert found["serve"] == found["compare"] == []
