@@ -197,9 +197,9 @@ def test_without_a_gpu_the_worker_says_so(tmp_path: Path, capsys: pytest.Capture
 def test_sections_that_are_not_run_keep_their_results_and_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = Findings.of_lack_of_time("steps")
+    late, failed = Findings.of_lack_of_time("steps"), Findings.of_failure("the run", "no section was started")
     for commit, gpu, found in (
-        ("old", "H200", {"start": of("a"), "steps": of("b"), "families": of("c")}),
+        ("old", "H200", {"start": of("a"), "steps": of("b"), "families": of("c"), "the run": failed}),
         ("new", "H200", {"start": of("d"), "steps": late}),
     ):
         monkeypatch.setattr("gpu.commit", lambda commit=commit: commit)
