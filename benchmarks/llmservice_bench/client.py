@@ -172,8 +172,12 @@ def _chunk(event: bytes) -> tuple[dict[str, Any] | None, bool]:
         raise _StreamError("an answer that cannot be read") from error
 
 
+_OUTPUTS = ("content", "reasoning_content", "reasoning")
+"""Of a chat: reasoning is output too, which servers name in two ways."""
+
+
 def _is_output(choice: dict[str, Any]) -> bool:
-    return bool(choice["delta"].get("content") if "delta" in choice else choice.get("text"))
+    return any(map(choice["delta"].get, _OUTPUTS)) if "delta" in choice else bool(choice.get("text"))
 
 
 async def events(lines: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

@@ -19,6 +19,8 @@ class WordServer:
     """Records its requests. `status`, `cut_after`, `cut_every`, `usage` and `garbage` configure failures."""
 
     url: str = ""
+    output: str = "content"
+    """The field of a chat's deltas that has the text."""
     status: int = 200
     cut_after: int | None = None
     """Tokens after which a stream breaks off."""
@@ -61,7 +63,7 @@ class WordServer:
         for count in range(tokens):
             if count == cut_after:
                 return response
-            await _event(response, {"choices": [{"delta": {"content": "w "}} if chat else {"text": "w "}]})
+            await _event(response, {"choices": [{"delta": {self.output: "w "}} if chat else {"text": "w "}]})
         await _event(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response

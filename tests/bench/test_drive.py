@@ -21,9 +21,10 @@ async def run(server: Any, load: Load, chat: bool = False, progress: Progress | 
         return await drive(session, Target(server.url, "m", chat=chat), load, ONE_A_WORD, progress)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-async def test_each_request_asks_for_and_gets_its_lengths(server: Any, chat: bool) -> None:
-    records = await run(server, Load(LENGTHS, num_requests=30), chat=chat)
+@pytest.mark.parametrize("output", ["text", "content", "reasoning_content", "reasoning"])
+async def test_each_request_asks_for_and_gets_its_lengths(server: Any, output: str) -> None:
+    server.output = output
+    records = await run(server, Load(LENGTHS, num_requests=30), chat=output != "text")
     sizes = {(lengths.prompt_tokens, lengths.output_tokens) for lengths in LENGTHS}
     assert len(records) == len(server.bodies) == 30
     assert {(record.prompt_tokens, record.output_tokens) for record in records} == sizes
