@@ -65,7 +65,6 @@ class SlowCluster:
     def _roll(self) -> None:
         deployments = self._kind("apps", "v1", "deployments")
         for deployment in list(self._registry.select(deployments, None)):
-            self._scale(deployment)
             pods = self._scale(deployment)
             ready = sum("podIP" in pod["status"] for pod in pods)
             status = {"replicas": len(pods), "updatedReplicas": len(pods)}
