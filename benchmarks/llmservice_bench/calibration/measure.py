@@ -95,6 +95,7 @@ class _Stream:
     record: RequestRecord = field(default_factory=lambda: RequestRecord(0.0, 0))
     started_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
+    _ended: bool = False
     _reached: dict[int, asyncio.Event] = field(default_factory=dict)
 
     def on_piece(self) -> None:
@@ -104,10 +105,11 @@ class _Stream:
 
     async def has(self, pieces: int) -> None:
         """Returns when so many chunks have come, or the request has ended."""
-        if len(self.times_s) < pieces:
+        if len(self.times_s) < pieces and not self._ended:
             await self._reached.setdefault(pieces, asyncio.Event()).wait()
 
     def end(self) -> None:
+        self._ended = True
         for event in self._reached.values():
             event.set()
 

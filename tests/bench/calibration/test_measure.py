@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import aiohttp
 import numpy as np
 import pytest
@@ -48,6 +51,22 @@ async def test_a_phase_that_would_take_more_than_a_fifth_of_the_time_is_skipped(
         measured = await driver.run([long, short], 5.0)
     assert measured.skipped == [long]
     assert measured.done == [short]
+
+
+async def test_answers_that_end_early_keep_nothing_waiting(server: Any) -> None:
+    server.cut_after = 3
+    async with aiohttp.ClientSession() as session, asyncio.timeout(20):
+        measured = await measure(
+            session,
+            Target(server.url, "m"),
+            Limits(8, 2048, 2048),
+            seconds=0.5,
+            steps_url=None,
+            seed=0,
+            on_phase=lambda phase: None,
+        )
+    assert [*measured.failures] == ["the stream ended before [DONE]"]
+    assert {sample.kind for sample in measured.samples} == {"prefill"}, "their answers have one token"
 
 
 @pytest.mark.slow
