@@ -89,6 +89,8 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.output is not None and not args.output.absolute().parent.is_dir():
         raise CommandError(f"{args.output.absolute().parent} is no folder: create it, or give another -o")
+    if args.output is not None and args.output.is_dir():
+        raise CommandError(f"{args.output} is a folder: give the name of a file as -o")
     try:
         found = asyncio.run(_calibrate(args))
     except (TargetError, ShapeError, UnknownGPU) as error:

@@ -77,6 +77,7 @@ async def other_server() -> AsyncIterator[str]:
         (("--model", "n", "--metrics-url", "URL"), "does not answer as a server of ours"),
         (("--model", "n", "--gpu", "h100"), "give --model-folder DIR"),
         (("--model", "n", "-o", "absent/latency.json"), "is no folder"),
+        (("--model", "n", "-o", "."), ". is a folder"),
     ],
 )
 async def test_what_cannot_be_measured_is_said_in_a_sentence(
