@@ -439,7 +439,7 @@ def _multiply(
         num_rows,
         SIZE=weight.size[0],
         WIDTH=weight.size[1],
-        GROUP=weight.group or weight.size[1],
+        GROUP=min(weight.group or weight.size[1], weight.size[1]),
         GROUP_OUTPUTS=weight.rows,
         BITS=weight.bits,
         IS_FLOAT4=weight.is_float4,

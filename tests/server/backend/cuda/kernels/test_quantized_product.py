@@ -50,6 +50,14 @@ def test_products_agree_with_those_of_the_dequantised_weight(name: str, num_rows
         assert (product - expected).norm() < BOUNDS[dtype] * expected.norm()
 
 
+def test_a_block_that_is_larger_than_the_matrix_is_scaled() -> None:
+    weight = weight_of("fp8, blocks", 64, 96)
+    hidden = torch.randn(2, 96, generator=torch.Generator().manual_seed(1))
+    expected = F.linear(hidden, weight.dequantize(torch.float32))
+    torch.testing.assert_close(quantized_product(hidden, Tiled.of([weight]), None), expected, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(dequantized(Tiled.of([weight]), torch.float32), weight.dequantize(torch.float32))
+
+
 @pytest.mark.parametrize(("name", "inputs"), [("mxfp4", 32), ("nvfp4", 16)])
 def test_a_single_group_of_floats_is_scaled_once(name: str, inputs: int) -> None:
     weight = weight_of(name, 64, inputs)
