@@ -42,6 +42,8 @@ class Load:
     num_requests: int | None = None
     duration_s: float | None = None
     seed: int = 0
+    run: int = 0
+    """Of several with the same arrivals and lengths: their prompts differ, so that no cache has those of another."""
 
     def __post_init__(self) -> None:
         if self.arrivals is not None:
@@ -68,8 +70,9 @@ class Load:
         return min(bound for bound in bounds if bound is not None)
 
     def plan(self, word_rate: WordRate) -> Iterator[PlannedRequest]:
-        """The requests in order of arrival; the same seed gives the same requests."""
-        gaps, sizes, words = (np.random.default_rng(seed) for seed in np.random.SeedSequence(self.seed).spawn(3))
+        """The requests in order of arrival; the same seed and run give the same requests."""
+        seeds = np.random.SeedSequence(self.seed).spawn(3 + self.run)
+        gaps, sizes, words = map(np.random.default_rng, (seeds[0], seeds[1], seeds[-1]))
         timed: Iterable[tuple[float, Lengths]]
         if self.arrivals is not None:
             timed = zip(self.arrivals, self.lengths, strict=True)

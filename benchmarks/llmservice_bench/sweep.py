@@ -70,7 +70,7 @@ Measure = Callable[[Load, str], Awaitable[Sequence[RequestRecord]]]
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """The runs of a sweep. Each sends requests for `seconds`; equal seeds send equal requests."""
+    """The runs of a sweep. Each sends requests for `seconds`, with the same arrivals and lengths, and other prompts."""
 
     lengths: Sequence[Lengths]
     seconds: float
@@ -87,8 +87,10 @@ class SweepPlan:
     """No run of the search starts after this time; those of the curve are always made."""
     seed: int = 0
 
-    def load(self, *, concurrency: int | None = None, rate: float = float("inf")) -> Load:
-        return Load(self.lengths, rate=rate, max_concurrency=concurrency, duration_s=self.seconds, seed=self.seed)
+    def load(self, run: int, *, concurrency: int | None = None, rate: float = float("inf")) -> Load:
+        return Load(
+            self.lengths, rate=rate, max_concurrency=concurrency, duration_s=self.seconds, seed=self.seed, run=run
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,8 @@ class Sweep:
             self.highest_rate = await self._search(capacity, started_s + self.plan.limit_s)
 
     async def _add(self, *, concurrency: int | None = None, rate: float | None = None) -> Point:
-        load = self.plan.load(concurrency=concurrency, rate=rate or float("inf"))
+        run = 1 + len(self.points)  # 0 is the warm-up
+        load = self.plan.load(run, concurrency=concurrency, rate=rate or float("inf"))
         report = Report.of(await self.measure(load, name_of(concurrency, rate)), self.plan.targets)
         self.points.append(Point(report, concurrency, rate))
         self.on_point(self.points[-1])

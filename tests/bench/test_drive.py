@@ -147,6 +147,15 @@ def test_same_seed_gives_the_same_requests() -> None:
     assert plan(1) == plan(1) != plan(2)
 
 
+def test_runs_of_one_seed_differ_in_their_prompts_alone() -> None:
+    def plan(run: int) -> list[Any]:
+        return list(Load(LENGTHS, rate=9.0, num_requests=20, run=run).plan(ONE_A_WORD))
+
+    for first, second in zip(plan(1), plan(2), strict=True):
+        assert (first.at_s, first.lengths) == (second.at_s, second.lengths)
+        assert first.prompt != second.prompt
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [

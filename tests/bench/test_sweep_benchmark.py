@@ -39,6 +39,12 @@ async def test_json_alone_goes_to_the_terminal_when_asked_for(server: Any, capsy
     assert "highest_rate" not in result, "no target was given"
 
 
+async def test_no_prompt_is_sent_twice_as_a_prefix_cache_would_have_it(server: Any) -> None:
+    await sweep("--url", server.url, "--scale", "0.2")
+    prompts = [body["prompt"] for body in server.bodies if body["stream"]]
+    assert len(prompts) == len({*prompts}) > 20
+
+
 async def test_failed_requests_make_the_exit_status_1(server: Any) -> None:
     server.cut_every = 5
     assert await sweep("--url", server.url) == 1
