@@ -106,13 +106,15 @@ def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
         ),
         Alert(
             name="LLMServiceNotReady",
-            expr=f"{_reported('llmservice_operator_condition', reports, promql.matchers(type='Ready'))} < 1"
-            f" and {_reported('llmservice_operator_desired_replicas', reports)} > 0",
+            # Of a service that never had a pod, as its spec can't be served or applied, no replicas are asked for.
+            expr=f"{_condition('Ready', reports)} < 1"
+            f" and ({_reported('llmservice_operator_desired_replicas', reports)} > 0"
+            f" or {_condition('Stalled', reports)} == 1)",
             lasting="10m",
             severity="critical",
             summary="{{ $labels.namespace }}/{{ $labels.service }} is not ready",
-            description="The condition Ready has not been True for 10 minutes though replicas are asked for;"
-            " its reason and message say why.",
+            description="For 10 minutes fewer replicas than are asked for have served, or the spec can't be served:"
+            " reason and message of the condition Ready say why.",
         ),
         Alert(
             name="LLMServiceKernelFallback",
@@ -151,18 +153,29 @@ def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
 def _pressure_alerts(servers: str) -> tuple[Alert, ...]:
     interactive = promql.selector(promql.WAITING, servers, promql.matchers(lane="interactive"))
     waiting = f"sum by ({_BY_SERVICE}) ({interactive})"
+    always_waiting = f"min_over_time(({waiting})[5m:15s]) > 0"
+    refused = promql.selector(promql.REJECTED, servers, promql.matchers(reason="queue_full"))
     preemptions = promql.selector("llmservice_num_preemptions_total", servers)
     finished = promql.selector(promql.FINISHED, servers)
     usage = promql.selector(promql.KV_USAGE, servers)
     return (
         Alert(
             name="LLMServiceQueueGrowing",
-            expr=f"deriv(({waiting})[5m:15s]) > {QUEUE_GROWTH_PER_S} and min_over_time(({waiting})[5m:15s]) > 0",
+            expr=f"deriv(({waiting})[5m:15s]) > {QUEUE_GROWTH_PER_S} and {always_waiting}",
             lasting="5m",
             severity="warning",
             summary="The queue of {{ $labels.namespace }}/{{ $labels.service }} keeps growing",
             description="Interactive requests have been waiting for 10 minutes, and every second"
             ' {{ $value | printf "%.2f" }} more do: more arrives than the replicas can serve.',
+        ),
+        Alert(
+            name="LLMServiceQueueFull",  # it grows no more
+            expr=f"sum by ({_BY_SERVICE}) (rate({refused}[5m])) > 0 and {always_waiting}",
+            lasting="5m",
+            severity="warning",
+            summary="The queue of {{ $labels.namespace }}/{{ $labels.service }} is full",
+            description="Interactive requests have been waiting for 10 minutes, and every second the pods refuse"
+            ' {{ $value | printf "%.2f" }} more with 429: more arrives than the replicas can serve.',
         ),
         Alert(
             name="LLMServicePreemptionStorm",
@@ -259,6 +272,10 @@ def _reported(metric: str, *matchers: str, over: str = "") -> str:
     series = promql.selector(metric, *matchers)
     series = f"rate({series}[{over}])" if over else series
     return f'max by ({_BY_SERVICE}) (label_replace({series}, "service", "$1", "name", "(.+)"))'
+
+
+def _condition(kind: str, matchers: str) -> str:
+    return _reported("llmservice_operator_condition", matchers, promql.matchers(type=kind))
 
 
 def _predicted(quantities: str, matchers: str) -> str:
