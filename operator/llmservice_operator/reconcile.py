@@ -44,7 +44,7 @@ from llmservice_operator.status.report import (
     PodReports,
     Surroundings,
     expected_status,
-    invalid_spec_patch,
+    invalid_spec_status,
     merge_patch,
     parse_service,
 )
@@ -164,7 +164,10 @@ class Reconciler:
         try:
             seen = self._observe(namespace, name)
         except InvalidSpecError as error:
-            if patch := invalid_spec_patch(error, self.clock()):
+            conditions, patch = invalid_spec_status(error, self.clock())
+            self.metrics.sized(namespace, name, "InvalidSpec")
+            self.metrics.reported(namespace, name, {one.type: one.status for one in conditions}, {})
+            if patch:
                 self.cache.put(KIND, await self.client.patch_status(namespace, name, patch))
             return True
         if seen is None:

@@ -165,8 +165,10 @@ class OperatorMetrics:
     ) -> None:
         """What the status says: conditions by type, and figures by the gauge's name.
 
-        A figure that is None has no series, so that no alert compares with a made-up one.
+        A figure that is None has no series, so that no alert compares with a made-up one; neither has a condition that
+        the status has no more.
         """
+        self._gauges["condition"].remove_by_labels({"namespace": namespace, "name": name})
         for kind, status in conditions.items():
             self._gauges["condition"].labels(namespace, name, kind).set({"True": 1, "False": 0}.get(status, -1))
         for figure, value in figures.items():

@@ -346,8 +346,11 @@ def parse_service(manifest: Manifest) -> LLMService:
         raise InvalidSpecError(manifest, error) from error
 
 
-def invalid_spec_patch(error: InvalidSpecError, now: float) -> dict[str, Any]:
-    """What to change in the status; empty where it is right already. Running pods are left alone, figures stay."""
+def invalid_spec_status(error: InvalidSpecError, now: float) -> tuple[list[Condition], dict[str, Any]]:
+    """The conditions, and what to change in the status, empty where it is right already.
+
+    Running pods are left alone, figures stay.
+    """
     raw = error.manifest.get("status") or {}
     try:
         before = LLMServiceStatus.model_validate(raw).conditions
@@ -358,8 +361,8 @@ def invalid_spec_patch(error: InvalidSpecError, now: float) -> dict[str, Any]:
     verdicts.append(Verdict(STALLED, "True", reason, message))
     verdicts += [Verdict(kind, "Unknown", reason, "the spec comes first") for kind in (SCALING_ACTIVE, SLO_FEASIBLE)]
     generation = int(error.manifest["metadata"].get("generation", 1))
-    after = [one.model_dump(by_alias=True) for one in conditions(before, verdicts, generation, now)]
-    return merge_patch(
+    after = conditions(before, verdicts, generation, now)
+    return after, merge_patch(
         {key: raw.get(key) for key in ("observedGeneration", "conditions")},
-        {"observedGeneration": generation, "conditions": after},
+        {"observedGeneration": generation, "conditions": [one.model_dump(by_alias=True) for one in after]},
     )

@@ -136,6 +136,21 @@ async def test_a_spec_of_an_older_crd_is_reported_as_a_condition(world: World, m
     assert "spec.drainTimeout: String should match pattern" in ready["message"]
     assert await world.deployment() == before
     assert (await world.status())["sizing"]["maxNumSeqs"] == 8
+    exposed = world.reconciler.metrics.exposition().decode()
+    assert 'condition{name="tiny",namespace="team-a",type="Ready"} 0.0' in exposed
+    assert 'sizing_problem{name="tiny",namespace="team-a",reason="InvalidSpec"} 1.0' in exposed
+
+
+async def test_a_condition_that_ended_is_no_metric_any_more(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(adapters=[{"name": "poet", "uri": "hf://org/poet"}]))
+    await world.run_pass()
+    series = 'condition{name="tiny",namespace="team-a",type="AdaptersReady"}'
+    assert series in world.reconciler.metrics.exposition().decode()
+
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"adapters": None}})
+    await world.run_pass(after_s=1)
+
+    assert series not in world.reconciler.metrics.exposition().decode()
 
 
 async def test_a_deleted_service_leaves_no_state(world: World, manifest_of: Any) -> None:
