@@ -28,6 +28,7 @@ _SIZED = frozenset({"model", "workload", "resources", "engine", "slo", "adapters
 """The parts of a spec that decide whether it fits."""
 _GRANTED = frozenset({"model", "podTemplate"})
 """The parts that may name what the platform has to grant."""
+_REVIEWED = _SIZED | _GRANTED
 _NEVER_SERVED = frozenset({"InvalidURI", "FileModelsDisabled"})
 """Reasons why a model can never be read."""
 _READ_S = 2.0
@@ -63,7 +64,10 @@ class Reviewer:
         try:
             service = LLMService.model_validate(_reviewable(manifest))
         except ValidationError as error:
-            return Review(f"InvalidSpec: {InvalidSpecError(manifest, error)}")
+            wrong = {part for one in error.errors() for part in one["loc"][1:2]}
+            if changed & (_REVIEWED | wrong):
+                return Review(f"InvalidSpec: {InvalidSpecError(manifest, error)}")
+            return Review()
         if changed & _GRANTED and (refused := await self._refused(service)):
             return Review(f"{READY} would be False: {refused}")
         return await self._fit(service, new=before is None) if changed & _SIZED else Review()
@@ -118,11 +122,10 @@ class Reviewer:
 
 
 def _changed(manifest: Manifest, before: Manifest | None) -> frozenset[str]:
-    """The reviewed parts of the spec that differ; all of them where the object is new."""
-    if before is None:
-        return _SIZED | _GRANTED
-    new, old = manifest.get("spec") or {}, before.get("spec") or {}
-    return frozenset(part for part in _SIZED | _GRANTED if new.get(part) != old.get(part))
+    """The parts of the spec that differ; also all that are reviewed where the object is new."""
+    new, old = manifest.get("spec") or {}, (before or {}).get("spec") or {}
+    different = frozenset(part for part in new.keys() | old.keys() if new.get(part) != old.get(part))
+    return different if before is not None else different | _REVIEWED
 
 
 def _warnings(slo: Slo, sized: Sized) -> tuple[str, ...]:

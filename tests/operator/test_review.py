@@ -53,6 +53,21 @@ async def test_a_spec_that_only_another_version_of_the_crd_allows_is_denied(
     assert review.denied.startswith("InvalidSpec: spec.replicas: ")
 
 
+async def test_a_wrong_field_is_denied_when_it_is_written_and_other_changes_are_allowed_beside_it(
+    reviewer: Reviewer, manifest_of: Any
+) -> None:
+    """A time zone is checked by no rule of the CRD."""
+    hours = {"days": ["Mon"], "start": "08:00", "end": "18:00", "timeZone": "Europe/Nowhere", "minReplicas": 2}
+    wrong = {"maxReplicas": 4, "schedule": [hours]}
+
+    review = await reviewer.review(manifest_of(autoscaling=wrong), manifest_of(autoscaling={"maxReplicas": 4}))
+
+    assert review.denied is not None
+    assert review.denied.startswith("InvalidSpec: spec.autoscaling.schedule.0.timeZone: ")
+    edited = manifest_of(autoscaling=wrong, drainTimeout="20s")
+    assert await reviewer.review(edited, manifest_of(autoscaling=wrong)) == Review()
+
+
 async def test_other_changes_are_allowed_though_the_spec_no_longer_fits(reviewer: Reviewer, manifest_of: Any) -> None:
     before = manifest_of(engine=TOO_LONG)
     labelled = {**before, "metadata": {**before["metadata"], "labels": {"team": "ml"}}}
