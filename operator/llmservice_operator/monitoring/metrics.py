@@ -100,6 +100,8 @@ class OperatorMetrics:
         self.registry = CollectorRegistry()
         self._gauges = _gauges(_SERVICE_GAUGES, self.registry)
         self._counters = _counters(_PASS_COUNTERS, self.registry)
+        self._conditions: dict[tuple[str, str], frozenset[str]] = {}
+        """The types that have a series, by service: a scrape may come at any time, so others are set, not made anew."""
         self._passes = Histogram(
             f"{_PREFIX}pass_seconds",
             "Duration of one pass over a service.",
@@ -168,7 +170,9 @@ class OperatorMetrics:
         A figure that is None has no series, so that no alert compares with a made-up one; neither has a condition that
         the status has no more.
         """
-        self._gauges["condition"].remove_by_labels({"namespace": namespace, "name": name})
+        for kind in self._conditions.get((namespace, name), frozenset()) - conditions.keys():
+            self._gauges["condition"].remove(namespace, name, kind)
+        self._conditions[namespace, name] = frozenset(conditions)
         for kind, status in conditions.items():
             self._gauges["condition"].labels(namespace, name, kind).set({"True": 1, "False": 0}.get(status, -1))
         for figure, value in figures.items():
@@ -178,6 +182,7 @@ class OperatorMetrics:
                 self._gauges[figure].labels(namespace, name).set(value)
 
     def forget(self, namespace: str, name: str) -> None:
+        self._conditions.pop((namespace, name), None)
         counters = (self._counters["pass_failures_total"], self._counters["wake_ups_total"])
         for metric in (*counters, *self._gauges.values()):
             metric.remove_by_labels({"namespace": namespace, "name": name})
