@@ -202,9 +202,9 @@ class Election:
 
     async def release(self) -> None:
         """Release the lease, so that a standby takes it at its next read. No write may be in flight by now."""
-        if self.left_s() <= 0 or self._candidate.seen is None:
+        lease = self._candidate.seen
+        if self.left_s() <= 0 or lease is None or lease.holder != self.identity:  # another's is not ours to give back
             return
-        lease: Lease | None = self._candidate.seen
         self._candidate = Candidate(self.identity, self.timing)
         try:
             try:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmservice_operator.cluster.leadership import Candidate, Lease, Timing, lease_of
+from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.cluster.leadership import Candidate, Election, LeadershipLostError, Lease, Timing, lease_of
 
 TIMING = Timing(duration_s=10.0, renew_deadline_s=7.0, renew_s=2.0, retry_s=0.5)
 ME, OTHER = "me", "other"
@@ -218,6 +219,22 @@ def test_two_processes_never_write_at_once(offsets: list[float], rates: list[flo
     for one in turns:
         world.take(one)
     world.pass_time(60.0)
+
+
+async def test_a_process_that_lost_its_lease_does_not_give_it_back_for_the_new_holder(kube: KubeClient) -> None:
+    """Someone edited the lease before it ended."""
+    election = Election(
+        kube, "team-a", "operator", Timing(duration_s=60.0, renew_deadline_s=50.0, renew_s=0.1, retry_s=0.1)
+    )
+    await election.acquire()
+    path = "/apis/coordination.k8s.io/v1/namespaces/team-a/leases/operator"
+    await kube.request("PATCH", path, body={"spec": {"holderIdentity": OTHER}})
+    with pytest.raises(LeadershipLostError, match=OTHER):
+        await election.hold()
+
+    await election.release()
+
+    assert lease_of(await kube.request("GET", path)).holder == OTHER
 
 
 def test_the_lease_of_a_dead_process_is_taken_in_time() -> None:
