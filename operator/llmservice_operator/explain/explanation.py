@@ -188,11 +188,17 @@ def _problems(service: LLMService) -> Iterable[Problem]:
     if status.observed_generation < present:
         message = f"the spec is at generation {present}, the operator at {status.observed_generation}"
         yield _problem(service, "Ready", "BehindSpec", message, None)
-    named: set[str] = set()
+    named: list[Condition] = []
     for condition in status.conditions:
-        if _wrong(condition) and condition.message not in named:
-            named.add(condition.message)
+        if _wrong(condition) and not any(_repeats(condition, one) for one in named):
+            named.append(condition)
             yield _problem(service, condition.type, condition.reason, condition.message, condition.last_transition_time)
+
+
+def _repeats(condition: Condition, earlier: Condition) -> bool:
+    """Ready's message holds that of Progressing, behind the number of replicas."""
+    same_reason = condition.reason == earlier.reason
+    return condition.message == earlier.message or (same_reason and condition.message in earlier.message)
 
 
 def _wrong(condition: Condition) -> bool:
@@ -299,7 +305,8 @@ _REMEDIES = {
     "RunContainerError": "The node can't start the container: {pods}",
     "QuotaExceeded": "Raise the namespace's ResourceQuota, or ask for less: kubectl describe quota -n {namespace}",
     "AdmissionDenied": "Ask the owner of the policy that is named, or change what it objects to in the spec.",
-    "FailedCreate": "See why: kubectl describe replicasets -n {namespace} -l app.kubernetes.io/instance={name}",
+    "FailedCreate": "Correct what the API server objects to. A limit that is not in the spec comes from a LimitRange:"
+    " kubectl describe limitrange -n {namespace}",
     "ProgressDeadlineExceeded": "The new pods never became ready. Undo the last change of the spec, or look at {pods}",
     "DeploymentPaused": "Resume it: kubectl rollout resume deployment/{name} -n {namespace}",
     # children

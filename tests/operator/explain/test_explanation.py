@@ -141,6 +141,24 @@ def troubled() -> Explanation:
             ["DoesNotFit"],
             id="what two conditions state is reported once",
         ),
+        pytest.param(
+            [
+                condition(
+                    "Ready", "False", "AdmissionDenied", "0 of 1 replicas are ready; AdmissionDenied: no hostPath"
+                ),
+                condition("Progressing", "True", "AdmissionDenied", "no hostPath"),
+            ],
+            ["AdmissionDenied"],
+            id="also with the number of replicas before it",
+        ),
+        pytest.param(
+            [
+                condition("Ready", "False", "ServingEarlierSpec", "1 replicas serve; AdmissionDenied: no hostPath"),
+                condition("Progressing", "True", "AdmissionDenied", "no hostPath"),
+            ],
+            ["ServingEarlierSpec", "AdmissionDenied"],
+            id="with another reason there is another remedy",
+        ),
     ],
 )
 def test_the_problems_of_a_service(conditions: list[dict[str, Any]], problems: list[str]) -> None:
