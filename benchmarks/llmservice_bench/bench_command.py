@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import urllib.parse
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +33,11 @@ def server_root(text: str) -> str:
     host = text.rsplit("://", maxsplit=1)[-1].partition("/")[0]
     if "@" in host:  # which reports would repeat
         raise argparse.ArgumentTypeError("expected http://HOST[:PORT] without a name and a password before the host")
-    if not text.startswith(("http://", "https://")):
+    try:
+        urllib.parse.urlsplit(text).port  # noqa: B018  # raises ValueError, as for an IPv6 address without brackets
+    except ValueError:
+        host = ""
+    if not host or not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} is no URL: expected http://HOST[:PORT]")
     return text.rstrip("/").removesuffix("/v1")
 

@@ -85,7 +85,9 @@ async def test_a_client_s_base_url_is_accepted(server: Any) -> None:
     assert await bench("--url", f"{server.url}/v1/", "--num-prompts", "1", "--scale", "0.01") == 0
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://me:hush@127.0.0.1:8000", "me:hush@127.0.0.1"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "http://me:hush@127.0.0.1:8000", "me:hush@127.0.0.1", "http://::1:8000"]
+)
 async def test_other_urls_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         await bench("--url", url)
