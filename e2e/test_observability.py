@@ -31,7 +31,11 @@ EMPTY_WHEN_ALL_IS_WELL = {
     *("Requests by key, model and code", "Tokens by key", "Refused by a limit"),
     *("Held now", "Time that requests were held", "Wake-ups"),
 }
-LABELLED_BY_CHANCE = {"llmservice_operator_pass_failures_total", "llmservice_gateway_held_seconds_count"}
+LABELLED_BY_CHANCE = {
+    "llmservice_operator_pass_failures_total",
+    "llmservice_gateway_held_seconds_count",
+    "llmservice_request_rejected_total",
+}
 """Has no series before the first failure; a rule's unit test shows the labels."""
 ALERT = "LLMServiceTTFTOverTarget"
 SOONER = {"[1m]": "[20s]", "for: 1m": "for: 4s"}
