@@ -117,6 +117,15 @@ def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
             " reason and message of the condition Ready say why.",
         ),
         Alert(
+            name="LLMServiceAdaptersNotReady",
+            expr=f"{_condition('AdaptersReady', reports)} == 0",
+            lasting="10m",
+            severity="warning",
+            summary="Pods of {{ $labels.namespace }}/{{ $labels.service }} lack LoRA adapters",
+            description="For 10 minutes pods that serve have not had every adapter of the spec; requests for one that"
+            " none has get 503. Reason and message of the condition AdaptersReady say which and why.",
+        ),
+        Alert(
             name="LLMServiceKernelFallback",
             expr=f"max by ({_BY_SERVICE}, pod, part) ({promql.selector(promql.KERNEL_FALLBACK, servers)}) > 0",
             lasting="1m",
