@@ -52,8 +52,8 @@ from llmservice_bench.trace import SAMPLE
 from llmservice_operator.api.spec import ScaleDown
 from llmservice_operator.scaling.from_manifest import sized_service
 from llmservice_operator.scaling.policy import ScalingRules
-from llmservice_planner.capacity import UTILISATION, ReplicaLimits, Work, replica_capacity
-from llmservice_planner.traffic import TraceRequest, read_requests
+from llmservice_planner.capacity.replica import UTILISATION, ReplicaLimits, Work, replica_capacity
+from llmservice_planner.traffic.traces import TraceRequest, read_requests
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "serving.llmservice.io/v1alpha1",

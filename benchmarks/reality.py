@@ -52,11 +52,11 @@ from llmservice_local.demo.up import UpProcess, run_command
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.pods.pod import epoch, pods_of
 from llmservice_operator.scaling.from_manifest import sized_service
-from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.command import CommandError
-from llmservice_planner.latency import LatencyModel
-from llmservice_planner.model_source import read_model
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.model.source import read_model
+from llmservice_planner.sizing.latency import LatencyModel
+from llmservice_planner.traffic.traces import TraceRequest
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.scheduler import continuous_config
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.ipc.engine_process import main

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llmservice_planner.gpu import GPU, Device, UnknownGPU, find_gpu
+from llmservice_planner.sizing.gpu import GPU, Device, UnknownGPU, find_gpu
 from llmservice_server.backend.cuda.capture import CudaCapture
 
 Work = Callable[[], object]

@@ -13,10 +13,10 @@ from gpu_bench.bench import Bench, add, run_until_idle, unique_prompt
 from gpu_bench.device import host_seconds, seconds
 from gpu_bench.sections import Findings
 from llmservice_bench.results import Check
-from llmservice_planner.model_config import read_config
-from llmservice_planner.shape import ModelShape
-from llmservice_planner.sizing import plan
-from llmservice_planner.sizing_request import SizingRequest
+from llmservice_planner.model.config import read_config
+from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.sizing.plan import plan
+from llmservice_planner.sizing.request import SizingRequest
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.engine import Engine

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_bench.device import Work
 from gpu_bench.sizes import FULL, Sizes
 from llmservice_bench.trace import Lengths
-from llmservice_planner.gpu import Device, cpu_device
+from llmservice_planner.sizing.gpu import Device, cpu_device
 
 TOY = Sizes(
     config=FULL.config | {

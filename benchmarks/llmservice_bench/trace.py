@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmservice_planner.traffic import TraceError, read_requests
+from llmservice_planner.traffic.traces import TraceError, read_requests
 
 __all__ = ["SAMPLE", "Lengths", "TraceError", "arrival_times", "draw", "read_arrivals", "read_trace", "scaled_to"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool, hash_blocks
 from pieces.timing import Timing, measure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool, chain_start, hash_blocks
 from llmservice_server.engine.interfaces import Plan
 from llmservice_server.engine.request import Request

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from itertools import cycle, islice
 from typing import Any
 
-from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import KVCachePlan, Plan, Started, StepResult

@@ -16,10 +16,10 @@ import numpy as np
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_bench.models import LLAMA_3_8B
 from llmservice_bench.trace import Lengths, draw, read_trace
-from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.gpu import find_gpu
-from llmservice_planner.latency import LatencyModel
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.sizing.gpu import find_gpu
+from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_server.engine.admission import Admission
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.request import Request

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from llmservice_bench.trace import Lengths, draw, read_trace
-from llmservice_planner.latency import LatencyModel
-from llmservice_planner.output_lengths import OutputLengths
+from llmservice_planner.sizing.latency import LatencyModel
+from llmservice_planner.traffic.output_lengths import OutputLengths
 from llmservice_server.engine.config import EngineConfig, QueueOrder
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import KVCachePlan, Plan, Started, StepResult

@@ -15,13 +15,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from llmservice_gateway.access import Access
-from llmservice_gateway.inference import INFERENCE_PATHS, GatewayConfig, Inference
+from llmservice_gateway.access.admission import Access
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError
 from llmservice_gateway.reply import Receive, Send
-from llmservice_gateway.routes import ModelNotFoundError, Route
-from llmservice_gateway.routing import Routing
+from llmservice_gateway.requests.inference import INFERENCE_PATHS, GatewayConfig, Inference
+from llmservice_gateway.routing.routes import ModelNotFoundError, Route
+from llmservice_gateway.routing.table import Routing
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ import socket
 
 from kubernetes.aio.config import ConfigException
 
-from llmservice_gateway.access import Access
+from llmservice_gateway.access.admission import Access
+from llmservice_gateway.access.counters import shared_counters
+from llmservice_gateway.access.keys import Keyring
+from llmservice_gateway.access.limits import Limiter
+from llmservice_gateway.access.signing import Signer, SigningKeyError
 from llmservice_gateway.app import Gateway
-from llmservice_gateway.counters import shared_counters
-from llmservice_gateway.holding import HoldLimits
-from llmservice_gateway.inference import GatewayConfig
-from llmservice_gateway.keys import Keyring
-from llmservice_gateway.limits import Limiter
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.reflector import KubernetesAPI
-from llmservice_gateway.routing import Routing
-from llmservice_gateway.signing import Signer, SigningKeyError
+from llmservice_gateway.requests.holding import HoldLimits
+from llmservice_gateway.requests.inference import GatewayConfig
+from llmservice_gateway.routing.table import Routing
 from llmservice_gateway.tls import Certificate, CertificateError
 from llmservice_httpserver.listening import HttpServer, ListenError, bind
 from llmservice_httpserver.protocol import BoundedHttpProtocol

@@ -37,7 +37,7 @@ from llmservice_local.manifests import Part, Release, install_grants, install_we
 from llmservice_local.node.kubelet import Kubelet, NodeSettings
 from llmservice_local.node.process import base_environment
 from llmservice_local.prometheus import PrometheusTargets, prometheus_spec
-from llmservice_planner.gpu import find_gpu
+from llmservice_planner.sizing.gpu import find_gpu
 
 CONTROLLERS: tuple[type[Controller], ...] = (
     DeploymentController,

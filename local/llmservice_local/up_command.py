@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str]) -> ClusterSettings:
     from llmservice_local.cluster import ClusterSettings
     from llmservice_operator.api.units import amount
-    from llmservice_planner.gpu import UnknownGPU, find_gpu
+    from llmservice_planner.sizing.gpu import UnknownGPU, find_gpu
 
     for name in ("cpu", "memory"):
         if value := getattr(args, name):

@@ -13,7 +13,7 @@ from typing import get_args
 from llmservice_operator.api import labels
 from llmservice_operator.api.spec import LLMServiceSpec, Manifest
 from llmservice_operator.sizing import Given, Sized, sizing_request
-from llmservice_planner.sizing import LimitedBy, Plan, max_num_seqs_with
+from llmservice_planner.sizing.plan import LimitedBy, Plan, max_num_seqs_with
 
 _TOLERANCE = 0.03
 """A difference by no more than this share, or by one sequence, is no reason for another number: measured blocks vary

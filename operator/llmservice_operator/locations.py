@@ -9,7 +9,7 @@ from typing import Literal
 from urllib.parse import quote, urlsplit
 
 from llmservice_operator.api.model_spec import ModelSource
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 
 MODELS_MOUNT = PurePosixPath("/models")
 """Where a pod mounts the volume that holds its checkpoint."""

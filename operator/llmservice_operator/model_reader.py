@@ -15,7 +15,7 @@ import aiohttp
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.locations import Figures, Model, ModelLocation, ModelSourceError, locate
-from llmservice_planner.checkpoint import (
+from llmservice_planner.model.checkpoint import (
     LENGTH_BYTES,
     StoredTensor,
     header_length,
@@ -23,10 +23,10 @@ from llmservice_planner.checkpoint import (
     stored_dtype,
     weight_names,
 )
-from llmservice_planner.encoders import SENTENCES, TOKENIZER, is_encoder
-from llmservice_planner.model_config import names_dtype, patched
-from llmservice_planner.quantization_config import SIDECAR, with_sidecar
-from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
+from llmservice_planner.model.config import names_dtype, patched
+from llmservice_planner.model.encoders import SENTENCES, TOKENIZER, is_encoder
+from llmservice_planner.model.quantization_config import SIDECAR, with_sidecar
+from llmservice_planner.model.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
 
 DEFAULT_HUB = "https://huggingface.co"
 

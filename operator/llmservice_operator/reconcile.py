@@ -48,7 +48,7 @@ from llmservice_operator.status.report import (
     merge_patch,
     parse_service,
 )
-from llmservice_planner.prediction_error import Prediction
+from llmservice_planner.sizing.prediction_error import Prediction
 
 logger = logging.getLogger(__name__)
 

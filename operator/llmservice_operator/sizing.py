@@ -16,12 +16,12 @@ from llmservice_operator.api import units
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
-from llmservice_planner.explanation import format_bytes
-from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
-from llmservice_planner.latency import LatencyModel
-from llmservice_planner.shape import ModelShape, ShapeError
-from llmservice_planner.sizing import LimitedBy, Plan, SizingError, SizingRequest, plan
-from llmservice_planner.workload import for_workload
+from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.sizing.explanation import format_bytes
+from llmservice_planner.sizing.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
+from llmservice_planner.sizing.latency import LatencyModel
+from llmservice_planner.sizing.plan import LimitedBy, Plan, SizingError, SizingRequest, plan
+from llmservice_planner.sizing.workload import for_workload
 
 GIB = 2**30
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import autoscaling
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.traffic.traces import TraceRequest
 
 
 def test_the_second_half_is_measured_after_two_minutes_of_the_first() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmservice_bench.batch_scheduler import PADDING, BatchConfig, BatchScheduler, padding_tokens
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.interfaces import Plan
 from llmservice_server.engine.request import Request, Status

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from llmservice_bench.models import SHAPES, checkpoint
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 from llmservice_server.tiny.model import TinyModelSpec
 
 

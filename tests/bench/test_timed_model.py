@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.timed_model import timed_engine

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from llmservice_gateway.keys import Policy, key_secret
+from llmservice_gateway.access.keys import Policy, key_secret
 from llmservice_local.api.serve import serve_api
 from llmservice_local.client import (
     DEFINITIONS,

@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmservice_gateway.keys import KEY_LABEL, digest_of, read_keys
+from llmservice_gateway.access.keys import KEY_LABEL, digest_of, read_keys
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_local.selector import label_predicate
 from llmservice_operator.api.labels import GATEWAYS

@@ -18,10 +18,10 @@ from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from llmservice_gateway.app import Gateway
-from llmservice_gateway.holding import HoldLimits
-from llmservice_gateway.inference import GatewayConfig
 from llmservice_gateway.reflector import KubernetesAPI
-from llmservice_gateway.routing import Routing
+from llmservice_gateway.requests.holding import HoldLimits
+from llmservice_gateway.requests.inference import GatewayConfig
+from llmservice_gateway.routing.table import Routing
 from llmservice_httpserver.listening import HttpServer, bind
 from llmservice_httpserver.protocol import BoundedHttpProtocol
 

@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llmservice_gateway.demand import Usage
-from llmservice_gateway.holding import HoldLimits
-from llmservice_gateway.inference import INFERENCE_PATHS, GatewayConfig
 from llmservice_gateway.openai_error import GatewayError
+from llmservice_gateway.requests.holding import HoldLimits
+from llmservice_gateway.requests.inference import INFERENCE_PATHS, GatewayConfig
+from llmservice_gateway.routing.demand import Usage
 
 StartPod = Callable[[str], Awaitable[Any]]
 

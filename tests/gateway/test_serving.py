@@ -20,8 +20,8 @@ import pytest
 import yaml
 from aiohttp import web
 
-from llmservice_gateway.gateway_command import COMMAND
-from llmservice_gateway.keys import Policy, key_secret, new_key
+from llmservice_gateway.access.keys import Policy, key_secret, new_key
+from llmservice_gateway.commands.gateway import COMMAND
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.pods.pod import Pod
 from llmservice_operator.sizing import Sized, size
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 
 ServiceOf = Callable[..., LLMService]
 PodNamed = Callable[..., Pod]

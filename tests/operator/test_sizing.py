@@ -19,7 +19,7 @@ from llmservice_operator.sizing import (
 )
 from llmservice_operator.status.conditions import sizing_verdict
 from llmservice_operator.status.model_status import measured_status, sizing_status
-from llmservice_planner.gpu import GPU, find_gpu
+from llmservice_planner.sizing.gpu import GPU, find_gpu
 
 CPU = {"gpu": {"count": 0}, "requests": {"cpu": "1", "memory": "2Gi"}}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.model_hub import LLAMA_3_8B
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 
 LLAMA3_70B = {
     **LLAMA_3_8B,

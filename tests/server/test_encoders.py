@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from llmservice_planner.encoders import ENCODERS
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.encoders import ENCODERS
+from llmservice_planner.model.shape import ModelShape
 from llmservice_server.engine.config import EngineConfig, Pooling
 from llmservice_server.runtime.encoders import EncoderEngine, load_encoder
 from llmservice_server.types.errors import StartError

@@ -16,11 +16,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from harness.families import EXPERTS, FAMILIES, OTHERS, PADDING, SMALL, Family, save
 from llmservice_bench.batch_scheduler import AdmitsAll
-from llmservice_planner import families as planner_families
-from llmservice_planner.gpu import cpu_device
-from llmservice_planner.overhead import adapter_term
-from llmservice_planner.shape import ModelShape
-from llmservice_planner.sizing import SizingRequest, plan
+from llmservice_planner.model import families as planner_families
+from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.sizing.gpu import cpu_device
+from llmservice_planner.sizing.overhead import adapter_term
+from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.block_pool import PreemptionCost

@@ -19,12 +19,12 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from harness.families import FAMILIES, OTHERS, save
 from harness.quantized import CONFIG, FORMATS, SHAPES, TOKEN, Format, Tensors, dense_tensors, fp4, write, write_both
-from llmservice_planner.checkpoint import StoredTensor, WeightCounts
-from llmservice_planner.gpu import cpu_device, find_gpu
-from llmservice_planner.quantization import QUANTIZATIONS, Quantization, WeightFormat
-from llmservice_planner.quantization_config import read_quantization
-from llmservice_planner.shape import ModelShape
-from llmservice_planner.sizing import SizingRequest, plan
+from llmservice_planner.model.checkpoint import StoredTensor, WeightCounts
+from llmservice_planner.model.quantization import QUANTIZATIONS, Quantization, WeightFormat
+from llmservice_planner.model.quantization_config import read_quantization
+from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.sizing.gpu import cpu_device, find_gpu
+from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.cpu import int4

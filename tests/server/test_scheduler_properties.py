@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import NULL_BLOCK, BlockPool, PreemptionCost, SwapSpace
 from llmservice_server.engine.interfaces import Plan, Scheduled
 from llmservice_server.engine.lane import LaneConfig

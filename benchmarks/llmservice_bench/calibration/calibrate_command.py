@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmservice_bench.bench_command import positive, positive_int, server_root
 from llmservice_planner.command import Command, CommandError
-from llmservice_planner.gpu import UnknownGPU, find_gpu
-from llmservice_planner.latency import LatencyModel
-from llmservice_planner.shape import ModelShape, ShapeError
+from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.sizing.gpu import UnknownGPU, find_gpu
+from llmservice_planner.sizing.latency import LatencyModel
 
 if TYPE_CHECKING:
     import aiohttp

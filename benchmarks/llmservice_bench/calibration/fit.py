@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from llmservice_planner.latency import LatencyModel, StepBatch
+from llmservice_planner.sizing.latency import LatencyModel, StepBatch
 
 Kind = Literal["decode", "prefill", "mixed"]
 KINDS: tuple[Kind, ...] = ("decode", "prefill", "mixed")

@@ -22,7 +22,7 @@ from llmservice_bench.calibration.fit import Sample
 from llmservice_bench.calibration.server_steps import StepSums, fetch_step_sums, samples_between
 from llmservice_bench.client import Target, TargetError, WordRate, make_prompt, measure_word_rate, send
 from llmservice_bench.record import RequestRecord
-from llmservice_planner.latency import StepBatch, attention_pairs
+from llmservice_planner.sizing.latency import StepBatch, attention_pairs
 
 _LEAST_DECODE_S = 0.6
 """A decode phase lasts about so long, within the bounds on its steps."""

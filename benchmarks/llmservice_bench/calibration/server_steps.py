@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from llmservice_bench.calibration.fit import Kind, Sample
-from llmservice_planner.latency import StepBatch
+from llmservice_planner.sizing.latency import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

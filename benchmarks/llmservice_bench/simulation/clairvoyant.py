@@ -18,8 +18,8 @@ from llmservice_bench.simulation.fleet import Fleet, FleetConfig
 from llmservice_bench.simulation.observation import Bounds, Observation
 from llmservice_bench.simulation.outcome import Outcome, Targets
 from llmservice_operator.scaling.decision import Decision
-from llmservice_planner.latency import LatencyModel, StepBatch
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.sizing.latency import LatencyModel, StepBatch
+from llmservice_planner.traffic.traces import TraceRequest
 
 SLOT_S = 5.0
 PROMISED = 0.99

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmservice_planner.command import Command, CommandError, duration, positive
-from llmservice_planner.traffic import FORMATS
+from llmservice_planner.traffic.traces import FORMATS
 
 if TYPE_CHECKING:
     from llmservice_bench.simulation.fleet import FleetConfig
     from llmservice_bench.simulation.outcome import Outcome, Targets
     from llmservice_bench.simulation.policies import Service
-    from llmservice_planner.traffic import TraceRequest
+    from llmservice_planner.traffic.traces import TraceRequest
 
 DEFAULT_STARTUP_S = 60.0
 
@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     from llmservice_bench.simulation.service import SimulationError
     from llmservice_operator.scaling.from_manifest import ManifestError
     from llmservice_planner.charts import ChartError
-    from llmservice_planner.latency import LatencyError
-    from llmservice_planner.shape import ShapeError
-    from llmservice_planner.traffic import TraceError
+    from llmservice_planner.model.shape import ShapeError
+    from llmservice_planner.sizing.latency import LatencyError
+    from llmservice_planner.traffic.traces import TraceError
 
     try:
         return _run(args)
@@ -186,8 +186,8 @@ def _service(args: argparse.Namespace) -> Service:
     from llmservice_bench.simulation.policies import Service
     from llmservice_bench.simulation.service import latency_of
     from llmservice_operator.scaling.from_manifest import sized_service
-    from llmservice_planner.latency import LatencyModel
-    from llmservice_planner.model_source import read_model
+    from llmservice_planner.model.source import read_model
+    from llmservice_planner.sizing.latency import LatencyModel
 
     try:
         documents = [one for one in yaml.safe_load_all(args.file.read_text(encoding="utf-8")) if one]
@@ -214,7 +214,7 @@ def _overrides(manifest: dict[str, Any]) -> dict[str, Any] | None:
 def _trace(args: argparse.Namespace, service: Service) -> tuple[list[TraceRequest], float]:
     """The requests, and how long the traffic lasts: until the last of them, or as given."""
     from llmservice_bench.simulation.traffic import scaled
-    from llmservice_planner.traffic import TraceError, read_requests
+    from llmservice_planner.traffic.traces import TraceError, read_requests
 
     trace = scaled(read_requests(args.trace, args.format), args.time_scale, args.rate_scale, args.seed)
     if service.sized.service.spec.default_lane == "batch":  # the highest that a client may choose

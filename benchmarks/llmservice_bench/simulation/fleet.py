@@ -23,7 +23,7 @@ from llmservice_bench.simulation.requests import Outcome as RequestOutcome
 from llmservice_bench.simulation.requests import SimulatedRequest
 from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.load import Held, Scrape
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.traffic.traces import TraceRequest
 from llmservice_server.engine.admission_queue import Refusal
 from llmservice_server.engine.scheduler import BATCH
 

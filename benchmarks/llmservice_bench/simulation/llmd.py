@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from llmservice_bench.simulation.hpa import SYNC_S, Behavior, of_total
 from llmservice_bench.simulation.observation import Bounds, Observation, Totals
 from llmservice_operator.scaling.decision import Decision
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel
 
 SLO_MULTIPLIER = 3.0
 """Without targets, an iteration may take this many times an empty one: a utilisation of two thirds."""

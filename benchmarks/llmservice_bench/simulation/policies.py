@@ -13,7 +13,7 @@ from llmservice_bench.simulation.observation import Bounds, Observation, Policy
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.scaling.from_manifest import SizedService
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel
 
 CLAIRVOYANT = "clairvoyant"
 NAMES = ("builtin", "hpa", "keda", "kpa", "llmd", "static:N", CLAIRVOYANT)

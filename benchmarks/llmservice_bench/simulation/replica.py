@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from llmservice_bench.simulation.latencies import GapHistogram
 from llmservice_bench.simulation.requests import SimulatedRequest, block_hashes
 from llmservice_operator.scaling.demand import Demand
-from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.latency import LatencyModel, StepBatch
-from llmservice_planner.output_lengths import DEFAULT_SHARE, OutputLengths
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.sizing.latency import LatencyModel, StepBatch
+from llmservice_planner.traffic.output_lengths import DEFAULT_SHARE, OutputLengths
 from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import LANES

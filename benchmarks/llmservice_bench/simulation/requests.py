@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from llmservice_planner.traffic import HASH_TOKENS, TraceRequest
+from llmservice_planner.traffic.traces import HASH_TOKENS, TraceRequest
 
 Outcome = Literal["finished", "refused", "failed", "timed_out"]
 """refused: every queue was full, or it is longer than a request may be. failed: its replica was lost."""

@@ -12,8 +12,8 @@ from llmservice_bench.simulation.fleet import FleetConfig
 from llmservice_bench.simulation.replica import ReplicaConfig
 from llmservice_operator.api import units
 from llmservice_operator.scaling.from_manifest import SizedService
-from llmservice_planner.latency import LatencyModel
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.sizing.latency import LatencyModel
+from llmservice_planner.traffic.traces import TraceRequest
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.scheduler import continuous_config
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.traffic.traces import TraceRequest
 
 Shape = Callable[[float], float]
 """From the share of the duration that has passed to the share of the highest rate."""

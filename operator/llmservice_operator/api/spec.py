@@ -11,8 +11,8 @@ from llmservice_operator.api import units
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.pod_spec import CountOrPercent, LabelValue, Passed, PodTemplate, Scheduling
 from llmservice_operator.api.schema_model import SchemaModel, rules
-from llmservice_planner.overhead import PROCESS_BYTES
-from llmservice_planner.workload import Workload
+from llmservice_planner.sizing.overhead import PROCESS_BYTES
+from llmservice_planner.sizing.workload import Workload
 
 Duration = Annotated[str, StringConstraints(pattern=units.DURATION_PATTERN, max_length=16)]
 Quantity = Annotated[str, StringConstraints(pattern=units.QUANTITY_PATTERN, max_length=32)]

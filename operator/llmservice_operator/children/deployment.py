@@ -33,7 +33,7 @@ from llmservice_operator.children.volumes import (
 )
 from llmservice_operator.correction import record_of
 from llmservice_operator.sizing import Sized
-from llmservice_planner.gpu import GPU
+from llmservice_planner.sizing.gpu import GPU
 
 PORT = 8000
 METRICS_PORT = 8001

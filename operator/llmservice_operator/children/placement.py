@@ -8,7 +8,7 @@ from llmservice_operator.api import labels
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.sizing import Sized
-from llmservice_planner.gpu import GPU
+from llmservice_planner.sizing.gpu import GPU
 
 GPU_LABELS = frozenset(
     {

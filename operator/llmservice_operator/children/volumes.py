@@ -9,7 +9,7 @@ from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.locations import MODELS_MOUNT, Model, ModelLocation
 from llmservice_operator.sizing import Sized
-from llmservice_planner.gpu import GPU
+from llmservice_planner.sizing.gpu import GPU
 
 FETCH_CONTAINER = "fetch"
 KERNELS_MOUNT = "/compiled-kernels"

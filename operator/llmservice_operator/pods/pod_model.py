@@ -17,7 +17,7 @@ from llmservice_operator.http_body import read_bounded
 from llmservice_operator.pods.pod import Pod
 from llmservice_operator.sizing import SizingReport, parse_report
 from llmservice_planner.addresses import endpoint
-from llmservice_planner.prediction_error import StepGroup, read_steps
+from llmservice_planner.sizing.prediction_error import StepGroup, read_steps
 
 logger = logging.getLogger(__name__)
 

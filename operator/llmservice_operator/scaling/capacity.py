@@ -9,7 +9,7 @@ from functools import lru_cache
 from llmservice_operator.api.spec import Slo
 from llmservice_operator.scaling.demand import Cost, Demand
 from llmservice_operator.sizing import Sized
-from llmservice_planner.capacity import (
+from llmservice_planner.capacity.replica import (
     UTILISATION,
     ReplicaCapacity,
     ReplicaLimits,
@@ -18,7 +18,7 @@ from llmservice_planner.capacity import (
     rate_of,
     replica_capacity,
 )
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel
 
 _STEP = 1.05
 """Lengths are rounded to powers of it: a capacity is computed once for requests of about the same length."""

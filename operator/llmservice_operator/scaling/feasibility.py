@@ -10,7 +10,7 @@ from typing import Literal
 from llmservice_operator.api.spec import Slo
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.sizing import Sized, SizingProblem
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel
 
 _ENOUGH_REQUESTS = 3
 

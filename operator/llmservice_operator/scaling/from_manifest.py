@@ -15,9 +15,9 @@ from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.scaling.decision import scale_policy
 from llmservice_operator.scaling.policy import ScalePolicy
 from llmservice_operator.sizing import Sized, SizingProblem, device_of, size, sizing_request
-from llmservice_planner.model_source import ModelFigures
-from llmservice_planner.shape import ModelShape, ShapeError
-from llmservice_planner.sizing import Plan, SizingRequest
+from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.model.source import ModelFigures
+from llmservice_planner.sizing.plan import Plan, SizingRequest
 
 
 class ManifestError(ValueError):

@@ -11,8 +11,8 @@ from llmservice_operator.pods.pod_model import Fetching
 from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.sizing import GIB, Sized, SizingReport
 from llmservice_operator.status.autoscaling_status import WriteAllowance, throttled
-from llmservice_planner.shape import ModelShape, ShapeError
-from llmservice_planner.sizing_request import EXPECTED_TOKENS
+from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.sizing.request import EXPECTED_TOKENS
 
 _SERVER = "server"
 """What limited a number that the server worked out by itself."""

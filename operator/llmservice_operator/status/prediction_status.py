@@ -11,7 +11,7 @@ from llmservice_operator.children.deployment import template_of
 from llmservice_operator.pods.pod import Pod
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.sizing import Sized
-from llmservice_planner.prediction_error import Prediction, StepGroup, step_predictions
+from llmservice_planner.sizing.prediction_error import Prediction, StepGroup, step_predictions
 
 _SMALL_PERCENT = 2.0
 """A change of the error by no more than this is not written."""

@@ -74,7 +74,7 @@ from llmservice_operator.status.model_status import (
     sizing_status,
 )
 from llmservice_operator.status.prediction_status import measured_blocks, predictions_status
-from llmservice_planner.prediction_error import Prediction
+from llmservice_planner.sizing.prediction_error import Prediction
 
 
 @dataclass(frozen=True, slots=True)

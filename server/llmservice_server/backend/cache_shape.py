@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, Self
 
 import torch
 
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 
 
 class Heads(NamedTuple):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from llmservice_planner.addresses import ANY_ADDRESS
 from llmservice_planner.command import Command, CommandError, json_object, port
-from llmservice_planner.encoders import without_config
-from llmservice_planner.model_config import read_modules
-from llmservice_planner.shape import ModelShape, ShapeError
+from llmservice_planner.model.config import read_modules
+from llmservice_planner.model.encoders import without_config
+from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_server.engine.config import EngineConfig, Flag, LaneName, ReasoningFormatName, ToolCallFormatName
 from llmservice_server.types.errors import ConfigError, ModelLoadError
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.output_lengths import NUM_LENGTH_CLASSES
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.traffic.output_lengths import NUM_LENGTH_CLASSES
 from llmservice_server.engine.request import Request
 
 FloatArray = npt.NDArray[np.float64]

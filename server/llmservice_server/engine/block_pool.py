@@ -11,7 +11,7 @@ from itertools import repeat
 
 import numpy as np
 
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 
 HASH_BYTES = 16  # of a block; a cryptographic hash, because a collision would show one user another's keys and values
 

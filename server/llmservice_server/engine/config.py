@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from llmservice_planner.quantization import Quantization
-from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS, MOST_LORA_RANK, MOST_LORAS
-from llmservice_planner.step_tokens import StepTokens, step_tokens
+from llmservice_planner.model.quantization import Quantization
+from llmservice_planner.sizing.request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS, MOST_LORA_RANK, MOST_LORAS
+from llmservice_planner.sizing.step_tokens import StepTokens, step_tokens
 from llmservice_server.types.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import SwapSpace
 from llmservice_server.engine.request import Request
 from llmservice_server.types.messages import Embed, Embedded, Fallback, ModelCode, Task, TokenLogprobs

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llmservice_planner.output_lengths import length_class
+from llmservice_planner.traffic.output_lengths import length_class
 from llmservice_server.engine.adapters import Adapter
 from llmservice_server.engine.block_pool import BlockHashes
 from llmservice_server.engine.config import LANES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmservice_planner.latency import StepBatch, attention_pairs
+from llmservice_planner.sizing.latency import StepBatch, attention_pairs
 from llmservice_server.engine.interfaces import Plan
 from llmservice_server.types.messages import StepTime
 

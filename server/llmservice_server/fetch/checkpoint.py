@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from llmservice_planner.checkpoint import weight_names
-from llmservice_planner.encoders import MODULES, without_config
+from llmservice_planner.model.checkpoint import weight_names
+from llmservice_planner.model.encoders import MODULES, without_config
 from llmservice_server.fetch.cache import LockLostError, completed, mark_completed, sole_writer
 from llmservice_server.fetch.download import Downloader, FetchOptions
 from llmservice_server.fetch.progress import Progress

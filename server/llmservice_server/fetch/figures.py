@@ -6,7 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from llmservice_planner.checkpoint import (
+from llmservice_planner.model.checkpoint import (
     INDEX,
     LENGTH_BYTES,
     StoredTensor,
@@ -15,11 +15,11 @@ from llmservice_planner.checkpoint import (
     stored_dtype,
     weight_names,
 )
-from llmservice_planner.encoders import MODULES, SENTENCES, TOKENIZER, is_encoder, without_config
-from llmservice_planner.model_config import names_dtype
-from llmservice_planner.model_source import CheckpointFigures
-from llmservice_planner.quantization_config import SIDECAR, with_sidecar
-from llmservice_planner.shape import ModelShape, ShapeError
+from llmservice_planner.model.config import names_dtype
+from llmservice_planner.model.encoders import MODULES, SENTENCES, TOKENIZER, is_encoder, without_config
+from llmservice_planner.model.quantization_config import SIDECAR, with_sidecar
+from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.model.source import CheckpointFigures
 from llmservice_server.fetch.checkpoint import needed, remote_source
 from llmservice_server.fetch.source import CorruptError, FetchError, RemoteFile, RetryableError, Source, retrying
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llmservice_planner.output_lengths import DEFAULT_SHARE, OutputLengths
+from llmservice_planner.traffic.output_lengths import DEFAULT_SHARE, OutputLengths
 from llmservice_server.engine.config import LANES
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.output_processor import RequestState

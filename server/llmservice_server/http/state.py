@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmservice_planner.sizing_request import EXPECTED_TOKENS
+from llmservice_planner.sizing.request import EXPECTED_TOKENS
 from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal, limit_of
 from llmservice_server.engine.config import LANES
 from llmservice_server.http.arrivals import Arrivals

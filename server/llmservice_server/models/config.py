@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmservice_planner.families import FAMILIES, Family, find_family
-from llmservice_planner.quantization import QuantizationConfig, QuantizationError
-from llmservice_planner.quantization_config import read_quantization
+from llmservice_planner.model.families import FAMILIES, Family, find_family
+from llmservice_planner.model.quantization import QuantizationConfig, QuantizationError
+from llmservice_planner.model.quantization_config import read_quantization
 from llmservice_server.backend.layers import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 from llmservice_server.models.rope import RopeConfig
 from llmservice_server.types.checkpoint_config import CheckpointConfig

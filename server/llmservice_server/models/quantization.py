@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
-from llmservice_planner.quantization import WeightFormat
+from llmservice_planner.model.quantization import WeightFormat
 from llmservice_server.backend.quantized import INT8_MAX, QuantizedWeight
 from llmservice_server.types.errors import ModelLoadError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmservice_planner.model_config import stretched_context
+from llmservice_planner.model.config import stretched_context
 from llmservice_server.types.checkpoint_config import CheckpointConfig, RopeParameters
 from llmservice_server.types.errors import ModelLoadError
 

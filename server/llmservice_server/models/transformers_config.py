@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from llmservice_planner.model_config import stretched_context
-from llmservice_planner.quantization import QuantizationConfig
+from llmservice_planner.model.config import stretched_context
+from llmservice_planner.model.quantization import QuantizationConfig
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.models.config import SERVED, quantization_of
 from llmservice_server.models.rope import yarn_attention_factor

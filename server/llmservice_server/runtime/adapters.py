@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from llmservice_planner.checkpoint import (
+from llmservice_planner.model.checkpoint import (
     LANGUAGE_MODEL,
     LENGTH_BYTES,
     NOT_LOADED,
@@ -26,8 +26,8 @@ from llmservice_planner.checkpoint import (
     parse_header,
     place_of,
 )
-from llmservice_planner.explanation import format_bytes
-from llmservice_planner.model_config import ShapeError
+from llmservice_planner.model.config import ShapeError
+from llmservice_planner.sizing.explanation import format_bytes
 from llmservice_server.models.lora import AdapterSlots, LowRank, PackedAdapter
 from llmservice_server.runtime.parallel_read import DTYPES
 from llmservice_server.types.checkpoint_config import AdapterConfig, read_json_object

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from llmservice_planner import encoders
-from llmservice_planner.encoders import CLASSIFIER, ENCODER_BATCH
-from llmservice_planner.explanation import format_bytes
-from llmservice_planner.overhead import activation_bytes
-from llmservice_planner.shape import ModelShape, ShapeError
+from llmservice_planner.model import encoders
+from llmservice_planner.model.encoders import CLASSIFIER, ENCODER_BATCH
+from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.sizing.explanation import format_bytes
+from llmservice_planner.sizing.overhead import activation_bytes
 from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.runtime.embeddings import BatchEmbedder

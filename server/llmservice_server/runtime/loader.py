@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmservice_planner.checkpoint import (
+from llmservice_planner.model.checkpoint import (
     LANGUAGE_MODEL,
     StoredTensor,
     WeightCounts,
@@ -26,9 +26,9 @@ from llmservice_planner.checkpoint import (
     refuse_separate_experts,
     stored_dtype,
 )
-from llmservice_planner.encoders import CLASSIFIER, ENCODERS
-from llmservice_planner.families import FAMILIES
-from llmservice_planner.quantization import (
+from llmservice_planner.model.encoders import CLASSIFIER, ENCODERS
+from llmservice_planner.model.families import FAMILIES
+from llmservice_planner.model.quantization import (
     ABSMAX,
     SUFFIXES,
     Quantization,
@@ -36,7 +36,7 @@ from llmservice_planner.quantization import (
     is_quantized,
     module_and_suffix,
 )
-from llmservice_planner.shape import ModelShape, ShapeError
+from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_server.backend.base import Model
 from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedWeight

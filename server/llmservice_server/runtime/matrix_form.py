@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llmservice_planner.quantization import Quantization
+from llmservice_planner.model.quantization import Quantization
 from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight, fuse
 from llmservice_server.backend.torch.layer_ops import TorchLinear

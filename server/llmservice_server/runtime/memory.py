@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.overhead import PROCESS_BYTES
-from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.sizing.overhead import PROCESS_BYTES
+from llmservice_planner.sizing.request import LEAST_SEQUENCE_TOKENS
 from llmservice_server.backend.base import Backend, Model
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import KVCachePlan

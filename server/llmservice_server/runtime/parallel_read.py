@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from llmservice_planner.checkpoint import LENGTH_BYTES
+from llmservice_planner.model.checkpoint import LENGTH_BYTES
 from llmservice_server.types.errors import ModelLoadError
 
 THREADS = 4

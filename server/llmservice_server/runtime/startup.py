@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from llmservice_planner.explanation import format_bytes
-from llmservice_planner.sizing_request import CAP_OF_CPU
+from llmservice_planner.sizing.explanation import format_bytes
+from llmservice_planner.sizing.request import CAP_OF_CPU
 from llmservice_server.backend.base import Attention, Backend, Model
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner import checkpoint
-from llmservice_planner.shape import ShapeError
+from llmservice_planner.model import checkpoint
+from llmservice_planner.model.shape import ShapeError
 from llmservice_server.types.errors import ModelLoadError
 
 

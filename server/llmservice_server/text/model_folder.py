@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmservice_planner.model_config import patched
+from llmservice_planner.model.config import patched
 from llmservice_server.text.tekken import TEKKEN, from_tekken
 from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ModelLoadError

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llmservice_planner.quantization_config import SIDECAR, with_sidecar
+from llmservice_planner.model.quantization_config import SIDECAR, with_sidecar
 from llmservice_server.types.errors import ModelLoadError
 
 _SHOWN = 80  # characters of a wrong value

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from llmservice_bench.models import MODEL, serving
 from llmservice_planner.command import main
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel
 
 Capture = pytest.CaptureFixture[str]
 

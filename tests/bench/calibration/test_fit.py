@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from llmservice_bench.calibration.fit import Sample, TooFewSamplesError, fit, nnls, predicted
-from llmservice_planner.latency import LatencyModel, StepBatch, attention_pairs
+from llmservice_planner.sizing.latency import LatencyModel, StepBatch, attention_pairs
 
 H100_8B = LatencyModel(5.2e-4, 1.3e-6, 5.27e-3, 1.77e-5, 4.6e-8, 1.06e-9)
 CPU_125M = LatencyModel(4e-3, 1.1e-3, 1.2e-2, 2.6e-4, 2e-6, 1.7e-7, mixed_s=8e-3)

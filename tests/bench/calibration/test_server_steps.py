@@ -8,7 +8,7 @@ import pytest
 
 from llmservice_bench.calibration.fit import Sample
 from llmservice_bench.calibration.server_steps import parse, samples_between
-from llmservice_planner.latency import StepBatch
+from llmservice_planner.sizing.latency import StepBatch
 
 
 def _group(kind: str, sequences: int, steps: int, seconds: float, *work: int) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from llmservice_bench.simulation.policies import Service
 from llmservice_bench.simulation.replica import ReplicaConfig
 from llmservice_bench.simulation.service import latency_of
 from llmservice_operator.scaling.from_manifest import sized_service
-from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_server.engine.admission_queue import QueueBound
 from llmservice_server.engine.scheduler import SchedulerConfig
 

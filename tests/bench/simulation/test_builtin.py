@@ -9,7 +9,7 @@ from llmservice_bench.simulation.service import fleet_config, latency_of
 from llmservice_operator import loops
 from llmservice_operator.scaling.from_manifest import sized_service
 from llmservice_operator.settings import OperatorSettings
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.traffic.traces import TraceRequest
 
 
 def test_it_ticks_as_the_operator_does() -> None:

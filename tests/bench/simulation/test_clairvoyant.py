@@ -6,7 +6,7 @@ from llmservice_bench.simulation.observation import Bounds
 from llmservice_bench.simulation.outcome import Targets
 from llmservice_bench.simulation.policies import Static
 from llmservice_bench.simulation.replica import ReplicaConfig
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.traffic.traces import TraceRequest
 
 BOUNDS = Bounds(1, 6)
 

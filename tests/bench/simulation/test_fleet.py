@@ -11,7 +11,7 @@ from llmservice_bench.simulation.outcome import Outcome, Targets
 from llmservice_bench.simulation.policies import Static
 from llmservice_bench.simulation.replica import ReplicaConfig
 from llmservice_operator.scaling.decision import Decision
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.traffic.traces import TraceRequest
 from llmservice_server.engine.admission_queue import QueueBound
 
 

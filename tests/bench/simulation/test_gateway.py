@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from llmservice_bench.simulation import gateway as simulated
 from llmservice_bench.simulation.requests import SimulatedRequest
-from llmservice_gateway import balancer, demand, holding, proxy
-from llmservice_gateway.routes import Backend
-from llmservice_planner.traffic import TraceRequest
+from llmservice_gateway.requests import holding, proxy
+from llmservice_gateway.routing import balancer, demand
+from llmservice_gateway.routing.routes import Backend
+from llmservice_planner.traffic.traces import TraceRequest
 
 
 @dataclass(frozen=True)

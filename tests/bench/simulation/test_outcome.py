@@ -7,7 +7,7 @@ from llmservice_bench.simulation.outcome import DecisionRecord, FleetSize, Outco
 from llmservice_bench.simulation.report import ready_at, reasons, replica_range
 from llmservice_bench.simulation.requests import SimulatedRequest
 from llmservice_operator.scaling.decision import Decision
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.traffic.traces import TraceRequest
 
 
 def request(number: int, ttft_s: float | None, late_gaps: int = 0, tokens: int = 101) -> SimulatedRequest:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from llmservice_bench.simulation.replica import TTFT_BOUNDS_S, Replica, ReplicaConfig
 from llmservice_bench.simulation.requests import SimulatedRequest
-from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.latency import LatencyModel
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.sizing.latency import LatencyModel
+from llmservice_planner.traffic.traces import TraceRequest
 from llmservice_server.engine.admission_queue import QueueBound
 from llmservice_server.engine.scheduler import SchedulerConfig
 from llmservice_server.ipc.metrics import _WAIT_BUCKETS

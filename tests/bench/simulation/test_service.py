@@ -7,9 +7,9 @@ from llmservice_bench.simulation.fleet import Fleet
 from llmservice_bench.simulation.policies import Service, Static
 from llmservice_bench.simulation.service import SimulationError, fleet_config, replica_config
 from llmservice_operator.scaling.from_manifest import sized_service
-from llmservice_planner.model_source import ModelFigures
-from llmservice_planner.shape import ModelShape
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.model.source import ModelFigures
+from llmservice_planner.traffic.traces import TraceRequest
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.scheduler import continuous_config
 

@@ -1,7 +1,7 @@
 import pytest
 
 from llmservice_bench.simulation.traffic import SHAPES, scaled, synthetic
-from llmservice_planner.traffic import TraceRequest
+from llmservice_planner.traffic.traces import TraceRequest
 
 TRACE = [TraceRequest(float(number), 10, 10, (number,)) for number in range(1000)]
 LENGTHS = [TraceRequest(0.0, 100, 10), TraceRequest(0.0, 900, 300)]

@@ -18,10 +18,10 @@ from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.crd_command import CRD_FOLDERS
 from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.sizing import Sized, size
-from llmservice_planner.capacity import UTILISATION
-from llmservice_planner.capacity_plan import MOST_REPLICAS
+from llmservice_planner.capacity.plan import MOST_REPLICAS
+from llmservice_planner.capacity.replica import UTILISATION
 from llmservice_planner.command import main
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"

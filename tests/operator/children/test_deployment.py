@@ -15,7 +15,7 @@ from llmservice_operator.children.deployment import expected_deployment, server_
 from llmservice_operator.children.gateway_keys import gateway_key_args
 from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.sizing import Sized, size
-from llmservice_planner.gpu import find_gpu
+from llmservice_planner.sizing.gpu import find_gpu
 
 
 def flags(args: list[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import pytest
 
 from llmservice_operator.children.placement import expected_placement
 from llmservice_operator.sizing import Sized
-from llmservice_planner.gpu import find_gpu
+from llmservice_planner.sizing.gpu import find_gpu
 
 L4 = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-L4"]}
 TOLERATED = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}

@@ -12,7 +12,7 @@ from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.sizing import Sized, size
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 
 L4 = {"gpu": {"product": "l4"}}
 REQUEST = Demand(1, 1000, 200)

@@ -12,7 +12,7 @@ from llmservice_operator.api.resource import LLMService
 from llmservice_operator.scaling.capacity import MOST_UTILIZATION, ReplicaModel, Staffing, work_of
 from llmservice_operator.scaling.demand import NO_DEMAND, Demand
 from llmservice_operator.sizing import Sized
-from llmservice_planner.capacity import Work, replica_capacity
+from llmservice_planner.capacity.replica import Work, replica_capacity
 
 REQUEST = Demand(1, 1000, 200)
 FULL_OF_20 = Staffing(alone=0.5, slots=20, hold_s=15, patience_s=1.5)

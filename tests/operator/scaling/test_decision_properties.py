@@ -18,8 +18,8 @@ from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
 from llmservice_operator.scaling.supply import Supply
-from llmservice_planner.capacity import ReplicaLimits
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.capacity.replica import ReplicaLimits
+from llmservice_planner.sizing.latency import LatencyModel
 
 NOW = 1_000_000.0
 SLOTS = 8

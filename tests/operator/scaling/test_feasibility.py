@@ -6,7 +6,7 @@ import pytest
 
 from llmservice_operator.scaling.feasibility import Feasibility, judge
 from llmservice_operator.scaling.load import Load, PodLoad
-from llmservice_planner.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel
 
 NO_TRAFFIC = Feasibility("Unknown", "NoTraffic", "…")
 INFEASIBLE = Feasibility("False", "UnloadedRequestMissesTarget", "…")

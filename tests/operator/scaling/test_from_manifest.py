@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llmservice_operator.scaling.from_manifest import ManifestError, sized_service
-from llmservice_planner.model_source import ModelFigures
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.model.source import ModelFigures
 
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512, "dtype": "float32"}
 MANIFEST: dict[str, Any] = {

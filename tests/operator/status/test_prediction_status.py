@@ -11,8 +11,8 @@ from llmservice_operator.locations import Model
 from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.sizing import Sized, size
 from llmservice_operator.status.prediction_status import measured_blocks, predictions, predictions_status
-from llmservice_planner.latency import StepBatch
-from llmservice_planner.prediction_error import Prediction, StepGroup
+from llmservice_planner.sizing.latency import StepBatch
+from llmservice_planner.sizing.prediction_error import Prediction, StepGroup
 
 ON_GPU = {"resources": {"gpu": {"product": "l4"}}, "engine": {"maxModelLen": 512, "maxNumSeqs": "auto"}}
 

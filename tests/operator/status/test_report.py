@@ -22,7 +22,7 @@ from llmservice_operator.sizing import Sized, SizingProblem, size
 from llmservice_operator.status.conditions import READY, SLO_FEASIBLE, Verdict
 from llmservice_operator.status.events import transition_events
 from llmservice_operator.status.report import Outcome, PodReports, expected_status, merge_patch
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 
 SPEC: dict[str, Any] = {
     "model": {"uri": "file:///tiny"},

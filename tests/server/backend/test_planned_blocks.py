@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 from llmservice_server.backend.base import Attention
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cpu.attention import CpuAttention

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmservice_bench.batch_scheduler import AdmitsAll
-from llmservice_planner.overhead import PROCESS_BYTES
+from llmservice_planner.sizing.overhead import PROCESS_BYTES
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.runtime.startup import load_engine

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmservice_bench.batch_scheduler import AdmitsAll, BatchScheduler
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import Plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmservice_bench.batch_scheduler import AdmitsAll
-from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.request import Request
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig

@@ -12,8 +12,8 @@ from safetensors.torch import save
 from harness.model_hub import LLAMA_3_8B, ModelHub
 from harness.object_store import ObjectStore
 from llmservice_planner.command import main
-from llmservice_planner.model_source import read_model
-from llmservice_planner.shape import ShapeError
+from llmservice_planner.model.shape import ShapeError
+from llmservice_planner.model.source import read_model
 from llmservice_server.fetch.figures import read_figures
 
 INDEX = {"metadata": {"total_size": 16_060_522_496}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}

@@ -16,8 +16,8 @@ from harness.quantized import (
     mxfp4_experts,
     write_gpt_oss,
 )
-from llmservice_planner.quantization import Quantization
-from llmservice_planner.shape import ModelShape, ShapeError
+from llmservice_planner.model.quantization import Quantization
+from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cpu import int4
 from llmservice_server.backend.cpu.backend import CpuBackend

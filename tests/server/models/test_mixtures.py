@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 from llmservice_server.backend.experts import ExpertsMlp, stack_of
 from llmservice_server.backend.layers import DecoderLayer
 from llmservice_server.backend.quantized import QuantizedLinear

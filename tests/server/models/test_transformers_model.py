@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from harness.families import FAMILIES, OTHERS, save
 from harness.quantized import merged, write_expert_adapter, write_gpt_oss
 from llmservice_bench.batch_scheduler import AdmitsAll
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.overhead import PROCESS_BYTES
+from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.sizing.overhead import PROCESS_BYTES
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import KVCachePlan
 from llmservice_server.runtime.memory import most_sequences, plan_kv_cache, usable_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llmservice_planner.overhead import LOGITS_BYTES, SUMMED_ROWS_BYTES
+from llmservice_planner.sizing.overhead import LOGITS_BYTES, SUMMED_ROWS_BYTES
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler as torch_sampler
 from llmservice_server.sampling.logit_adjustments import apply_masks

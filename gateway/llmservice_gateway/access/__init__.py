@@ -1,0 +1,1 @@
+"""What a client may do: keys, limits, and the proof of it for the pods."""

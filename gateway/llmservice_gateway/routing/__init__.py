@@ -1,0 +1,1 @@
+"""Which pods serve a model, and which of them takes a request."""

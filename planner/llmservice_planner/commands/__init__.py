@@ -1,0 +1,1 @@
+"""`llmservice plan` and `llmservice traffic`."""

@@ -1,0 +1,1 @@
+"""Recorded traffic: its formats, lengths and statistics."""
