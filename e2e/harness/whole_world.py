@@ -115,7 +115,7 @@ async def whole_world(folder: Path) -> AsyncIterator[World]:
         connector = aiohttp.UnixConnector(path)
         stack.push_async_callback(connector.close)
         configuration = kubernetes_client.Configuration(host="http://api")
-        configuration.client_session_kwargs = {"connector": connector}
+        configuration.client_session_kwargs = {"connector": connector, "trust_env": False}
         kube = kubernetes_client.ApiClient(configuration)
         stack.push_async_callback(kube.close)
         world = World(registry, front, cluster, lambda: WholeOperator(kube, session, registry, world.now))

@@ -38,10 +38,11 @@ class _Optional:
 Evaluate = Callable[[Mapping[str, Any]], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """One compiled rule of one schema node."""
 
+    schema: Schema
     evaluate: Evaluate
     message: Callable[[Mapping[str, Any]], str]
     reason: str
@@ -69,7 +70,7 @@ class Rules:
     def _compile(self, schema: Schema, path: str) -> bool:
         declared = schema.get("x-kubernetes-validations") or []
         if declared:
-            self._compiled[id(schema)] = tuple(_compile(rule, path) for rule in declared)
+            self._compiled[id(schema)] = tuple(_compile(rule, schema, path) for rule in declared)
         below = [self._compile(child, f"{path}.{name}") for name, child in (schema.get("properties") or {}).items()]
         for name, suffix in (("items", "[]"), ("additionalProperties", "{}")):
             if isinstance(schema.get(name), dict):
@@ -83,7 +84,7 @@ class Rules:
         if id(schema) not in self._guarded:
             return
         if rules := self._compiled.get(id(schema)):
-            yield from _violations(rules, value, old, schema, path)
+            yield from _violations(rules, value, old, path)
         if isinstance(value, dict):
             for name, item in value.items():
                 before = old.get(name, _ABSENT) if isinstance(old, dict) else _ABSENT
@@ -113,7 +114,7 @@ def to_cel(value: Any, schema: Schema) -> Any:
     return json_to_cel(value)
 
 
-def _compile(rule: Mapping[str, Any], path: str) -> Rule:
+def _compile(rule: Mapping[str, Any], schema: Schema, path: str) -> Rule:
     expression = rule["rule"]
     explain = rule.get("messageExpression")
     evaluate_message = program(explain, path) if explain else None
@@ -128,6 +129,7 @@ def _compile(rule: Mapping[str, Any], path: str) -> Rule:
         return fallback
 
     return Rule(
+        schema=schema,
         evaluate=program(expression, path),
         message=message,
         reason=rule.get("reason", "FieldValueInvalid"),
@@ -152,18 +154,30 @@ def _compiled(expression: str) -> celpy.Runner:
     return environment.program(environment.compile(expression), functions=_FUNCTIONS)
 
 
-def _violations(rules: tuple[Rule, ...], value: Any, old: Any, schema: Schema, path: str) -> Iterator[FieldError]:
+def _violations(rules: tuple[Rule, ...], value: Any, old: Any, path: str) -> Iterator[FieldError]:
     is_new = old is _ABSENT
     changed = value != old
-    ruling = [rule for rule in rules if (rule.optional_old_self or not is_new if rule.transition else changed)]
-    current = to_cel(value, schema) if ruling else None
-    before = to_cel(old, schema) if not is_new and any(rule.transition for rule in ruling) else None
-    for rule in ruling:
+    ruling = tuple(rule for rule in rules if (rule.optional_old_self or not is_new if rule.transition else changed))
+    if not ruling:
+        return
+    before = json.dumps(old) if not is_new and any(rule.transition for rule in ruling) else None
+    for rule, why in zip(ruling, _whys_not(ruling, json.dumps(value), before), strict=True):
+        if why is not None:
+            yield _error(rule, value, path, why)
+
+
+@lru_cache(1024)
+def _whys_not(rules: tuple[Rule, ...], value: str, old: str | None) -> list[str | None]:
+    """The message of each rule that is violated. Values are JSON; most come again, and this takes milliseconds."""
+    schema = rules[0].schema
+    current, before = to_cel(json.loads(value), schema), None if old is None else to_cel(json.loads(old), schema)
+    whys = []
+    for rule in rules:
         variables = {"self": current}
         if rule.transition:
             variables["oldSelf"] = _Optional(before) if rule.optional_old_self else before
-        if (why := _why_not(rule, variables)) is not None:
-            yield _error(rule, value, path, why)
+        whys.append(_why_not(rule, variables))
+    return whys
 
 
 def _why_not(rule: Rule, variables: Mapping[str, Any]) -> str | None:
