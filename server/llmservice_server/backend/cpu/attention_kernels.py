@@ -233,7 +233,8 @@ def decode_heads(
     weight_sum = np.zeros(num_heads, np.float32)
     score_max = np.full(num_heads, LOWEST, np.float32)
     if len(sinks):
-        score_max[:], weight_sum[:] = sinks[first_head * group : first_head * group + num_heads], 1
+        for head in range(num_heads):  # for slices, numba compiles for seconds what writes an error about shapes
+            score_max[head], weight_sum[head] = sinks[first_head * group + head], 1
     parts, scores = np.zeros((group, lanes, lanes), np.float32), np.empty((group, lanes), np.float32)
     tile_max = np.empty(group, np.float32)
     last = (end - 1) // block_size
