@@ -22,6 +22,7 @@ from aiohttp import web
 
 from llmservice_gateway.access.keys import Policy, key_secret, new_key
 from llmservice_gateway.commands.gateway import COMMAND
+from llmservice_planner.command import main
 
 pytestmark = pytest.mark.slow
 
@@ -162,10 +163,9 @@ async def _status(client: aiohttp.ClientSession, url: str) -> int:
         return response.status
 
 
-async def test_half_a_certificate_is_one_clear_sentence(served: tuple[Any, APIServer, Path]) -> None:
-    process, log = await _started(served[2], "--tls-cert", "tls.crt")
-    assert await process.wait() == 2
-    assert "--tls-cert and --tls-key belong together" in log.splitlines()[-1]
+def test_half_a_certificate_is_one_clear_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--tls-cert", "tls.crt"]) == 2
+    assert "--tls-cert and --tls-key belong together" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -296,12 +296,11 @@ async def test_gateway_that_cannot_follow_the_cluster_any_more_ends_with_an_erro
         (["--replicas", "0"], "--replicas is 0, expected 1 or more"),
     ],
 )
-async def test_flags_of_keys_that_cannot_work_are_refused(
-    served: tuple[Any, APIServer, Path], flags: list[str], sentence: str
+def test_flags_of_keys_that_cannot_work_are_refused(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process, log = await _started(served[2], *flags)
-    assert await process.wait() == 2
-    assert log.splitlines()[-1].startswith(f"llmservice gateway: {sentence}")
+    assert main(["gateway", *flags]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"llmservice gateway: {sentence}")
 
 
 async def test_an_open_gateway_says_so_and_one_with_keys_wants_one(served: tuple[Any, APIServer, Path]) -> None:

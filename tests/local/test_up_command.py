@@ -13,6 +13,7 @@ import pytest
 from aiohttp import ClientSession
 
 from llmservice_local.node.shim import descendants
+from llmservice_planner.command import main
 
 pytestmark = pytest.mark.slow
 
@@ -127,11 +128,11 @@ def _operator_below(root: int) -> int:
         (("--node-label", "novalue"), "--node-label 'novalue': expected KEY=VALUE"),
     ],
 )
-async def test_invalid_flag_is_refused_before_anything_starts(flags: tuple[str, ...], message: str) -> None:
-    process = await start(*flags)
-    output, _ = await process.communicate()
-    assert process.returncode == 2
-    assert message in output.decode()
+def test_invalid_flag_is_refused_before_anything_starts(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def refuse(manifest: Path) -> None:

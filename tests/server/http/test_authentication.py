@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from starlette.datastructures import Headers
 
+from llmservice_planner.command import main
 from llmservice_server.http.authentication import TOKEN_HEADER, ApiKeys, GatewayKeys, KeyFileError
 from llmservice_server.http.error import ApiError
 
@@ -292,9 +293,8 @@ def test_a_tokens_lane_is_the_highest_and_its_name_is_in_the_log(signed_server: 
         ["--gateway-keys", "keys.pem", "--audience", AUDIENCE, "--api-key-file", "keys"],
     ],
 )
-def test_flags_of_keys_that_contradict_each_other_are_refused(start_server: Any, flags: list[str]) -> None:
-    server = start_server(*flags)
-    assert server.wait_for_exit() == 2
+def test_flags_of_keys_that_contradict_each_other_are_refused(tiny_model: Path, flags: list[str]) -> None:
+    assert main(["serve", "--model", str(tiny_model), *flags]) == 2
 
 
 async def test_one_clients_many_requests_delay_no_other_client(shared_server: Any, tmp_path: Path) -> None:

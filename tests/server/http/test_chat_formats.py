@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import tokenizers
 
+from llmservice_planner.command import main
 from llmservice_server.text.reasoning import HARMONY_MARKERS, TAGS
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
@@ -190,8 +191,8 @@ def test_tools_are_refused_by_a_server_without_a_format(start_server: Callable[.
     assert (status, answer["error"]["param"]) == (400, "tools")
 
 
-def test_an_unknown_format_is_refused_with_the_known_ones(start_server: Callable[..., Any]) -> None:
-    server = start_server("--tool-call-format", "xml")
-    assert server.wait_for_exit() == 2
+def test_an_unknown_format_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--model", "absent", "--tool-call-format", "xml"])
     known = "mistral, nemotron, granite, hunyuan, phi4_mini, deepseek_v3, deepseek_v31, cohere, llama3_json, harmony"
-    assert f"hermes, qwen3_coder, seed_oss, minimax_m2, glm, gemma, {known}" in "".join(server.errors).replace("'", "")
+    assert f"hermes, qwen3_coder, seed_oss, minimax_m2, glm, gemma, {known}" in capsys.readouterr().err.replace("'", "")
