@@ -39,9 +39,12 @@ class _Phase:
 
 
 def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
-    """Decode `NUM_STREAMS` streams; in every other phase, also embed requests of `num_inputs` texts."""
+    """Decode `NUM_STREAMS` streams; in every other phase, also embed requests of `num_inputs` texts.
+
+    Raises ValueError if a stream ends before.
+    """
     engine = load_engine(EngineConfig(model=checkpoint(MODEL), max_num_seqs=NUM_STREAMS, kv_cache_memory_bytes=1 << 29))
-    sampling = SamplingParams(max_tokens=2 * (PHASES + 1) * STEPS, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=2 * (PHASES + 2) * STEPS, temperature=0.0, ignore_eos=True)
     for number in range(NUM_STREAMS):
         prompt = [(number * place) % SHAPES[MODEL].vocab_size for place in range(_PROMPT_TOKENS)]
         engine.add(GenerateRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
@@ -62,6 +65,8 @@ def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
                 engine.step()
                 step_s = time.perf_counter() - stepped_s
                 counted.itl_s.append(time.perf_counter() - began_s)
+    if len(engine.last_plan.scheduled) < NUM_STREAMS:
+        raise ValueError("some of the streams had ended before the last step: let them have more tokens")
     alone, with_embeddings = (Distribution.of(phases[beside].itl_s) for beside in (False, True))
     return {
         "inputs": num_inputs,

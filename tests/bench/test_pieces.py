@@ -8,6 +8,7 @@ import micro
 from llmservice_server.engine.scheduler import ContinuousScheduler
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.block_pool import measure_block_pool
+from pieces.embeddings import measure_embeddings
 from pieces.empty_engine import EmptyModel, empty_engine
 from pieces.http_path import HttpRun, measure_http, sustained_tokens_per_s
 from pieces.loading import measure_loading
@@ -35,6 +36,14 @@ def test_a_steps_cost_is_of_a_step_in_which_all_sequences_decode() -> None:
     assert cost.host.count == 10
     assert 0 < cost.host.p50_s <= cost.host.p99_s
     assert cost.message_bytes > 3 * 32  # three request ids at least
+
+
+@pytest.mark.slow
+def test_all_streams_decode_beside_embeddings_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MODEL", "toy"), ("PHASES", 1), ("STEPS", 4)):
+        monkeypatch.setattr(f"pieces.embeddings.{name}", value)
+    row = measure_embeddings(1, 4)
+    assert min(row["alone_tokens_per_s"], row["beside_tokens_per_s"]) > 0
 
 
 def test_the_block_pools_operations_do_not_change_it() -> None:
