@@ -62,6 +62,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 _MISSING = ("missing", "missing_field")
+_LENGTHS = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -71,7 +72,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
     deepest = max(len(path) for path, _ in located if path[:1] == field)
     # A union gives an error for each of its types. The type that is meant is the one whose error is deepest.
     meant = [(path, error) for path, error in located if path[:1] == field and len(path) == deepest]
-    path, error = next((each for each in meant if each[1]["type"] in _MISSING), meant[0])
+    telling = (each for types in (_MISSING, _LENGTHS) for each in meant if each[1]["type"] in types)
+    path, error = next(telling, meant[0])  # a wrong length is of the type that the input has
     if error["type"] in _MISSING:
         missing = error["ctx"]["field"] if error["type"] == "missing_field" else error["loc"][-1]
         name = echo(".".join(part for part in (_name(path), str(missing)) if part))

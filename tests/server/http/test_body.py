@@ -227,6 +227,7 @@ def test_chat_parameters_are_refused_likewise(field: str, value: Any) -> None:
         ({"temperature": True}, "temperature is true, expected a number"),
         ({"priority": "urgent"}, "priority is 'urgent', expected interactive or batch, or an integer"),
         ({"messages": {}}, "messages is an object, expected a list"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop: list should have at most 4 items after validation, not 5"),
         ({"tool_choice": {"type": "function"}}, "you must provide tool_choice.function"),
         (
             {"response_format": {"type": "xml"}},
