@@ -48,6 +48,8 @@ def test_get_prints_the_columns_that_matter(cluster: Cluster, applied: str) -> N
     header, row = cluster.kubectl("get", "llms").stdout.splitlines()
     assert header.split() == ["NAME", "MODEL", "READY", "REPLICAS", "DESIRED", "MAXSEQS", "TTFT-P99", "AGE"]
     assert row.split()[:3] == [NAME, cluster.model_uri, "True"]
+    header, row = cluster.kubectl("get", "llms", "-o", "wide").stdout.splitlines()
+    assert (header.split()[-1], row.split()[-1]) == ("REASON", "Serving")
     assert "deployment.apps/tiny-llama" in cluster.kubectl("get", "deployments,services,pods").stdout
 
 

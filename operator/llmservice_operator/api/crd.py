@@ -36,6 +36,7 @@ _COLUMNS = [
     {"name": "MaxSeqs", "type": "integer", "jsonPath": ".status.sizing.maxNumSeqs"},
     {"name": "TTFT-p99", "type": "number", "jsonPath": ".status.autoscaling.ttftP99Seconds"},
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+    {"name": "Reason", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].reason', "priority": 1},
 ]
 
 

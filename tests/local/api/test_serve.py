@@ -140,7 +140,7 @@ async def test_table_has_the_columns_of_the_definition(http: ClientSession) -> N
         assert response.status == 201
     table = await get(http, LLMS, headers=TABLE)
     names = [column["name"] for column in table["columnDefinitions"]]
-    assert names == ["Name", "Model", "Ready", "Replicas", "Desired", "MaxSeqs", "TTFT-p99", "Age"]
+    assert names == ["Name", "Model", "Ready", "Replicas", "Desired", "MaxSeqs", "TTFT-p99", "Age", "Reason"]
     (row,) = table["rows"]
     assert row["cells"][:2] == ["m", "file:///m"]
     assert row["object"]["kind"] == "PartialObjectMetadata"
