@@ -55,7 +55,8 @@ class GatewayMetrics:
         )
         self.held_seconds = Histogram(
             "llmservice_gateway_held_seconds",
-            "How long requests were held, by outcome: forwarded, refused (no pod is to be expected, or too late), left",
+            "How long requests were held, by outcome: forwarded, refused (no pod is to be expected, or too late, or too many"
+            " are held), left",
             ["model", "outcome"],
             buckets=LATENCY_BUCKETS_S,
             registry=self.registry,

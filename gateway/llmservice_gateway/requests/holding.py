@@ -114,8 +114,12 @@ class Holding:
             GatewayError: no pod is to be expected, too much is held already, or it took too long.
         """
         route = request.find()
-        if (refusal := self._why_not(route, request)) is not None:
-            raise refusal
+        if not self.can_hold(route):
+            raise _no_replica(route, request.model)
+        if self._is_full(request):
+            self._metrics.held_seconds.labels(request.model, "refused").observe(0.0)
+            message = f"No replica of `{request.model}` is ready yet, and too many requests are waiting for one: retry."
+            raise unavailable(message, "too_many_held_requests", RETRY_AFTER_FULL_S)
         service = next(service for service in route.services if service.is_awaited)
         held = _Held(request, demand, _key(route), f"{route.namespace}/{service.name}", self._clock(), set(failed))
         with self._queued(held):
@@ -164,15 +168,9 @@ class Holding:
         released = sum(other.key == held.key for other in self._released)
         return bool(candidates) and self._has_room(candidates, released)
 
-    def _why_not(self, route: Route, request: Holdable) -> GatewayError | None:
-        limits = self._limits
-        if not self.can_hold(route):
-            return _no_replica(route, request.model)
+    def _is_full(self, request: Holdable) -> bool:
         count = sum(map(len, self._queues.values()))
-        if count >= limits.requests or self._body_bytes + len(request.body) > limits.body_bytes:
-            message = f"No replica of `{request.model}` is ready yet, and too many requests are waiting for one: retry."
-            return unavailable(message, "too_many_held_requests", RETRY_AFTER_FULL_S)
-        return None
+        return count >= self._limits.requests or self._body_bytes + len(request.body) > self._limits.body_bytes
 
     @contextmanager
     def _queued(self, held: _Held) -> Iterator[None]:

@@ -219,9 +219,9 @@ def gateway_alerts() -> tuple[Alert, ...]:
             f" or sum by (model) ({refused} unless {refused} offset 10m) > 0",
             lasting="0m",
             severity="warning",
-            summary="Requests for {{ $labels.model }} waited for a pod and were refused",
-            description='{{ $value | printf "%.0f" }} requests within 10 minutes were held by the gateway until a pod'
-            " is ready, and none was in time, or none can be expected.",
+            summary="Requests for {{ $labels.model }} had to wait for a pod and were refused",
+            description='{{ $value | printf "%.0f" }} requests within 10 minutes found no ready pod, and the gateway'
+            " refused them: none became ready in time, none can be expected, or too many were held.",
         ),
         Alert(
             name="LLMServiceLimitsNotShared",

@@ -187,6 +187,8 @@ async def test_beyond_the_bounds_requests_are_refused_with_a_hint(
             assert response.status == 503
             assert int(response.headers["Retry-After"]) > 0
             assert (await response.json())["error"]["code"] == "too_many_held_requests"
+        refused = {"model": "llama", "outcome": "refused"}
+        assert front.gateway.metrics.registry.get_sample_value("llmservice_gateway_held_seconds_count", refused) == 1
         waiting.cancel()
         await until_held(front, 0)
 
