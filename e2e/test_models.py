@@ -11,8 +11,8 @@ import pytest
 
 from harness.cluster import Cluster, running_cluster
 from harness.kube import Kube, Object, is_ready, tiny_service
-from harness.model_hub import ModelHub
-from harness.object_store import ObjectStore
+from harness.stores.model_hub import ModelHub
+from harness.stores.object_store import ObjectStore
 from harness.wait import wait_for
 from llmservice_operator.api import labels
 from llmservice_server.backend.compile_cache import cpu_folder

@@ -50,7 +50,7 @@ _SHORTFALL = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A family of `harness.families`, or a checkpoint of a format, as it is served."""
+    """A family of `harness.checkpoints.families`, or a checkpoint of a format, as it is served."""
 
     name: str
     implementation: Implementation
@@ -59,12 +59,12 @@ class Case:
     """Of the device."""
     prompts: tuple[int, ...]  # tokens
     output_tokens: int
-    form: str | None = None  # of `harness.quantized`, "mxfp4", "adapters", or "adapters of experts"
+    form: str | None = None  # of `harness.checkpoints.quantized`, "mxfp4", "adapters", or "adapters of experts"
 
 
 def families(bench: Bench) -> Findings:
     """Each family in float32, whose tokens must be those of transformers; those with a model of our own in bfloat16."""
-    from harness.families import FAMILIES, OTHERS
+    from harness.checkpoints.families import FAMILIES, OTHERS
 
     ways: list[tuple[str, Implementation]] = [(name, "own") for name in FAMILIES]
     ways += [(name, "transformers") for name in OTHERS]
@@ -85,7 +85,7 @@ def formats(bench: Bench) -> Findings:
     In float32 tokens are compared with those of the dense model of the same weights. In bfloat16 the activations of fp8
     are rounded, which that model does not, so those figures have no bound.
     """
-    from harness.quantized import FORMATS
+    from harness.checkpoints.quantized import FORMATS
 
     others = _others(bench)
     cases = [Case("qwen2", "own", "float32", *others, name) for name in FORMATS]
@@ -148,7 +148,7 @@ def _row(case: Case) -> dict[str, Any]:
 
 def _compared(case: Case, folder: Path) -> dict[str, Any]:
     if INTERPRETED:
-        import harness.triton_interpreter  # noqa: F401 - twice as fast as Triton's own
+        import harness.gpu.triton_interpreter  # noqa: F401 - twice as fast as Triton's own
 
     torch.set_num_threads(1)
     choice.in_child = _here  # another process would import torch for each case
@@ -194,8 +194,8 @@ def _written(case: Case, folder: Path) -> tuple[Path, dict[str, PreTrainedModel]
     """The checkpoint that is served, and what answers must be like: by adapter, or of the only model."""
     from safetensors.torch import load_file
 
-    from harness.families import FAMILIES, OTHERS, save
-    from harness.quantized import (
+    from harness.checkpoints.families import FAMILIES, OTHERS, save
+    from harness.checkpoints.quantized import (
         FORMATS,
         dense_tensors,
         merged,

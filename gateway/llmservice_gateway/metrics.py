@@ -55,8 +55,8 @@ class GatewayMetrics:
         )
         self.held_seconds = Histogram(
             "llmservice_gateway_held_seconds",
-            "How long requests were held, by outcome: forwarded, refused (no pod is to be expected, or too late, or too many"
-            " are held), left",
+            "How long requests were held, by outcome: forwarded, refused (no pod is to be expected, it took too long,"
+            " or too many are held), left",
             ["model", "outcome"],
             buckets=LATENCY_BUCKETS_S,
             registry=self.registry,

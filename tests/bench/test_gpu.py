@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness.triton_interpreter  # noqa: F401 - what the sections import is not compiled
+import harness.gpu.triton_interpreter  # noqa: F401 - what the sections import is not compiled
 from gpu import recorded, table, write
 from gpu_bench import worker
 from gpu_bench.relay import Attempt, State, Watch, Worker, relay

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from harness.operator_process import SHAPE
+from harness.world.operator_process import SHAPE
 from llmservice_local.client import DEPLOYMENTS, PODS, REPLICA_SETS, KubeClient, Resource, connect
 from llmservice_local.cluster import ClusterSettings, LocalCluster
 from llmservice_local.errors import ApiError

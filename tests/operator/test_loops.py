@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from harness.jumping_loop import JumpingLoop
+from harness.world.jumping_loop import JumpingLoop
 from llmservice_operator.cluster.kube_client import KubeError
 from llmservice_operator.loops import AT_ONCE, ServiceLoops
 from llmservice_operator.monitoring.metrics import OperatorMetrics

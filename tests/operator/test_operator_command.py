@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from harness.model_hub import ModelHub
-from harness.operator_process import (
+from harness.stores.model_hub import ModelHub
+from harness.world.operator_process import (
     OperatorProcess,
     change_replicas,
     create_service,

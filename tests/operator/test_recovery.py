@@ -18,11 +18,11 @@ from typing import Any, get_args
 
 import pytest
 
-from harness.faulty_front import RETRY_AFTER_S, Call, Fault
-from harness.jumping_loop import JumpingLoop
-from harness.slow_cluster import STARTED_AFTER_S
-from harness.whole_operator import TICK_S
-from harness.whole_world import FROM_CRDS, NAMESPACE, World, whole_world
+from harness.world.faulty_front import RETRY_AFTER_S, Call, Fault
+from harness.world.jumping_loop import JumpingLoop
+from harness.world.slow_cluster import STARTED_AFTER_S
+from harness.world.whole_operator import TICK_S
+from harness.world.whole_world import FROM_CRDS, NAMESPACE, World, whole_world
 
 Object = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.model_hub import LLAMA_3_8B
+from harness.stores.model_hub import LLAMA_3_8B
 from llmservice_planner.model.shape import ModelShape
 
 LLAMA3_70B = {

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import harness.triton_interpreter  # noqa: F401 - before a test imports transformers, which imports Triton's functions
+import harness.gpu.triton_interpreter  # noqa: F401 - before a test imports transformers, which imports Triton's functions
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
 LLMSERVICE = Path(sys.executable).with_name("llmservice")

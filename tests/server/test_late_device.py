@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.late_device import CUDA, POISON, Event, LateDevice, OrderError, Stream, late_device
+from harness.gpu.late_device import CUDA, POISON, Event, LateDevice, OrderError, Stream, late_device
 from llmservice_server.backend.base import Decoder
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
-from harness.families import EXPERTS, FAMILIES, OTHERS, PADDING, SMALL, Family, save
+from harness.checkpoints.families import EXPERTS, FAMILIES, OTHERS, PADDING, SMALL, Family, save
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.model import families as planner_families
 from llmservice_planner.model.shape import ModelShape

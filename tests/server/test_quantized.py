@@ -17,8 +17,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from harness.families import FAMILIES, OTHERS, save
-from harness.quantized import CONFIG, FORMATS, SHAPES, TOKEN, Format, Tensors, dense_tensors, fp4, write, write_both
+from harness.checkpoints.families import FAMILIES, OTHERS, save
+from harness.checkpoints.quantized import (
+    CONFIG,
+    FORMATS,
+    SHAPES,
+    TOKEN,
+    Format,
+    Tensors,
+    dense_tensors,
+    fp4,
+    write,
+    write_both,
+)
 from llmservice_planner.model.checkpoint import StoredTensor, WeightCounts
 from llmservice_planner.model.quantization import QUANTIZATIONS, Quantization, WeightFormat
 from llmservice_planner.model.quantization_config import read_quantization

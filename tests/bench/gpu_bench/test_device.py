@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import harness.triton_interpreter  # noqa: F401 - what is imported here is not compiled
+import harness.gpu.triton_interpreter  # noqa: F401 - what is imported here is not compiled
 from gpu_bench.device import CudaDevice, seconds
 
 GIB = 1 << 30

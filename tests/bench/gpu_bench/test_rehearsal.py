@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import harness.triton_interpreter  # noqa: F401 - what the sections import is not compiled
+import harness.gpu.triton_interpreter  # noqa: F401 - what the sections import is not compiled
 from gpu_bench import worker
 from gpu_bench.bench import Bench
 from gpu_bench.rehearsal import TOY, CPUDevice

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import harness.triton_interpreter  # noqa: F401 - what is imported here is not compiled
+import harness.gpu.triton_interpreter  # noqa: F401 - what is imported here is not compiled
 from gpu_bench.throughput import drive_manager, pages_in_flight
 from peers.workload import PeerRequest
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.model_hub import LLAMA_3_8B, ModelHub
+from harness.stores.model_hub import LLAMA_3_8B, ModelHub
 from llmservice_planner.command import main
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.model_hub import LLAMA_3_8B
+from harness.stores.model_hub import LLAMA_3_8B
 from llmservice_operator.api.crd import FILE_NAME, crd, crd_yaml
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.whole_cache import fill
+from harness.world.whole_cache import fill
 from llmservice_operator.api.kinds import CHILD_KINDS, Child
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.children.expected import expected_children

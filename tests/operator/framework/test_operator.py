@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.operator_process import (
+from harness.world.operator_process import (
     OperatorProcess,
     change_replicas,
     create_service,
@@ -23,7 +23,7 @@ from harness.operator_process import (
     operator_processes,
     until,
 )
-from harness.proxy import ApiProxy, serve_proxy
+from harness.world.proxy import ApiProxy, serve_proxy
 from llmservice_local.client import Endpoint
 from llmservice_operator.api.crd import crd
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED, LLMSERVICES, Kind

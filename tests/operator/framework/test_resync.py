@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from harness.jumping_loop import JumpingLoop
-from harness.operator_process import SHAPE
-from harness.whole_operator import TICK_S
-from harness.whole_world import FROM_CRDS, World, whole_world
+from harness.world.jumping_loop import JumpingLoop
+from harness.world.operator_process import SHAPE
+from harness.world.whole_operator import TICK_S
+from harness.world.whole_world import FROM_CRDS, World, whole_world
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED
 from llmservice_operator.cluster import kube_client
 from llmservice_operator.cluster.kube_client import KubeClient

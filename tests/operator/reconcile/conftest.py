@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from harness.one_service import World
-from harness.talking_pods import TalkingPods
+from harness.world.one_service import World
+from harness.world.talking_pods import TalkingPods
 from llmservice_operator.cluster.applier import Applier
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.one_service import APPS, NS, SERVICES, World
-from harness.whole_cache import fill
+from harness.world.one_service import APPS, NS, SERVICES, World
+from harness.world.whole_cache import fill
 from llmservice_local.kinds.crd import APPROVAL
 from llmservice_operator.api.kinds import CHILD_KINDS
 

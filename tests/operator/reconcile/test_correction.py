@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.one_service import NS, SERVICES, World
+from harness.world.one_service import NS, SERVICES, World
 
 
 def _num_seqs(deployment: dict[str, Any] | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.one_service import AUTOSCALING, NS, SERVICES, World
+from harness.world.one_service import AUTOSCALING, NS, SERVICES, World
 
 ON_A_VOLUME = {"model": {"uri": "pvc://weights/tiny"}, "engine": {"maxModelLen": 512}}
 SIZING = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.one_service import AUTOSCALING, World, busy_service
+from harness.world.one_service import AUTOSCALING, World, busy_service
 
 
 async def test_a_restarted_operator_resumes_replicas_and_stabilisation(world: World, manifest_of: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.one_service import AUTOSCALING, NS, SERVICES, World, busy_service
+from harness.world.one_service import AUTOSCALING, NS, SERVICES, World, busy_service
 from llmservice_operator.api.labels import DELETION_COST
 from llmservice_operator.cluster.kube_client import APPLY, KubeError
 

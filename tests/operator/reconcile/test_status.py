@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.one_service import SERVICES, World, busy_service
+from harness.world.one_service import SERVICES, World, busy_service
 
 
 async def test_measured_blocks_are_shown_beside_the_prediction(world: World, manifest_of: Any) -> None:

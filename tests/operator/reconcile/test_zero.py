@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.one_service import AUTOSCALING, NS, World
+from harness.world.one_service import AUTOSCALING, NS, World
 from llmservice_operator.status.conditions import rfc3339 as stamp
 
 SLEEPY = {**AUTOSCALING, "minReplicas": 0, "idleTimeout": "60s"}

@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from harness.simulated_service import Moment, Sample, SimulatedService
+from harness.world.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.sizing import Sized
 

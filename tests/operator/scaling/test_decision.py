@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.simulated_service import Moment, Sample, SimulatedService
+from harness.world.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import ScaleDown
 from llmservice_operator.scaling.analysis import Analysis, Capacity, Forecast, forecast_of

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from harness.simulated_service import Moment, Sample, SimulatedService
+from harness.world.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import ScaleDown
 from llmservice_operator.scaling.capacity import ReplicaModel, work_of

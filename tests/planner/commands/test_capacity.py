@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.model_hub import LLAMA_3_8B
+from harness.stores.model_hub import LLAMA_3_8B
 from llmservice_planner.command import main
 
 SHAPE = "layers=32,kvHeads=8,heads=32,hiddenSize=4096,intermediateSize=14336,vocabSize=128256"

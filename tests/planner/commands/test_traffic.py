@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.model_hub import LLAMA_3_8B
+from harness.stores.model_hub import LLAMA_3_8B
 from llmservice_bench.trace import SAMPLE
 from llmservice_planner.command import main
 

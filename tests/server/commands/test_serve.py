@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.families import Family, save
+from harness.checkpoints.families import Family, save
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.commands import serve as serve_command
 from llmservice_server.engine.config import EngineConfig, Implementation

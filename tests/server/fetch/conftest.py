@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.model_hub import ModelHub
-from harness.object_store import ObjectStore
+from harness.stores.model_hub import ModelHub
+from harness.stores.object_store import ObjectStore
 from llmservice_server.fetch.checkpoint import fetch
 from llmservice_server.fetch.download import FetchOptions
 

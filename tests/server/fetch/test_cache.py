@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.model_hub import ModelHub
+from harness.stores.model_hub import ModelHub
 from llmservice_server.fetch.cache import FolderLock, LockLostError, completed, mark_completed
 
 LLMSERVICE = Path(sys.executable).with_name("llmservice")

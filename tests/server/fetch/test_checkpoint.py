@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.model_hub import COMMIT, ModelHub
-from harness.object_store import ObjectStore
+from harness.stores.model_hub import COMMIT, ModelHub
+from harness.stores.object_store import ObjectStore
 from llmservice_server.fetch.checkpoint import fetch, needed
 from llmservice_server.fetch.download import FetchOptions
 from llmservice_server.fetch.source import FetchError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.file_server import Fault
-from harness.model_hub import ModelHub
+from harness.stores.file_server import Fault
+from harness.stores.model_hub import ModelHub
 from llmservice_server.fetch.source import FetchError
 
 WEIGHTS = "model.safetensors"

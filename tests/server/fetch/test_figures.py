@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from harness.model_hub import LLAMA_3_8B, ModelHub
-from harness.object_store import ObjectStore
+from harness.stores.model_hub import LLAMA_3_8B, ModelHub
+from harness.stores.object_store import ObjectStore
 from llmservice_planner.command import main
 from llmservice_planner.model.shape import ShapeError
 from llmservice_planner.model.source import read_model

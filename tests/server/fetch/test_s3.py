@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from botocore.awsrequest import AWSPreparedRequest
 
-from harness.credential_server import KEY_ID, ROLE, TOKEN, credential_server
-from harness.file_server import Fault
-from harness.object_store import ObjectStore
+from harness.stores.credential_server import KEY_ID, ROLE, TOKEN, credential_server
+from harness.stores.file_server import Fault
+from harness.stores.object_store import ObjectStore
 from llmservice_local.node.server import self_signed
 from llmservice_server.fetch.s3 import S3Source, _digest
 from llmservice_server.fetch.source import Digest, FetchError

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from harness.quantized import (
+from harness.checkpoints.quantized import (
     GPT_OSS_EXPERTS,
     GPT_OSS_HIDDEN,
     GPT_OSS_LAYERS,

@@ -14,8 +14,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from harness.families import FAMILIES, OTHERS, save
-from harness.quantized import merged, write_expert_adapter, write_gpt_oss
+from harness.checkpoints.families import FAMILIES, OTHERS, save
+from harness.checkpoints.quantized import merged, write_expert_adapter, write_gpt_oss
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.model.shape import ModelShape
 from llmservice_server.backend.step_input import StepInput

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from harness.families import FAMILIES, OTHERS, save
+from harness.checkpoints.families import FAMILIES, OTHERS, save
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.models.lora import SlotRows

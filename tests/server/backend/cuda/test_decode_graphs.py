@@ -10,8 +10,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from harness.families import OTHERS, save
-from harness.late_device import CUDA, Stream, late_device
+from harness.checkpoints.families import OTHERS, save
+from harness.gpu.late_device import CUDA, Stream, late_device
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.capture import CudaCapture, Replay

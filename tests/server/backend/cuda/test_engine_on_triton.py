@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.families import OTHERS, save
+from harness.checkpoints.families import OTHERS, save
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.backend import CudaBackend

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.late_device import CUDA, late_device
+from harness.gpu.late_device import CUDA, late_device
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import StepTables, TritonAttention

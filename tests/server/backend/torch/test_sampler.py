@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.late_device import CUDA, late_device
+from harness.gpu.late_device import CUDA, late_device
 from llmservice_server.backend.torch import sampler as torch_sampler
 from llmservice_server.engine.request import Request
 from llmservice_server.sampling.logit_adjustments import apply_masks

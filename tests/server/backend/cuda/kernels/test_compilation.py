@@ -28,7 +28,7 @@ SAMPLING = {"_add_to_histograms": 2, "_count_equal": 2, "_mask": 1, "_sum_tiles"
 def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shapes: str, tmp_path: Path) -> None:
     """In a process of its own: this one has Triton as an interpreter."""
     environment = os.environ | {"PYTHONPATH": str(HARNESS), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "harness.compile_kernels", str(capability), shapes, "--json"]
+    command = [sys.executable, "-m", "harness.gpu.compile_kernels", str(capability), shapes, "--json"]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     kernels = [json.loads(line) for line in output.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == {

@@ -1,8 +1,8 @@
 """Compiles every kernel for a GPU that is not there, and prints what each takes of it: Triton needs a GPU only to run.
 
-`python -m harness.compile_kernels [CAPABILITY [one | all]]` (90: Hopper) prints a row of a table for each kernel and
-shape: those that are most used, one of them, or all that the kernels are made for. `--json` prints a line of JSON for
-each instead, where only the loops of kernels that use a stack are read.
+`python -m harness.gpu.compile_kernels [CAPABILITY [one | all]]` (90: Hopper) prints a row of a table for each kernel
+and shape: those that are most used, one of them, or all that the kernels are made for. `--json` prints a line of JSON
+for each instead, where only the loops of kernels that use a stack are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
-from harness.kernel_resources import KernelResources
+from harness.gpu.kernel_resources import KernelResources
 from llmservice_server.backend.base import Rotation
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention

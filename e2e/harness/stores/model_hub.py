@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 
-from harness.file_server import FileServer, Request, Response
+from harness.stores.file_server import FileServer, Request, Response
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LLAMA_3_8B = {

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import harness.triton_interpreter  # noqa: F401
+import harness.gpu.triton_interpreter  # noqa: F401
 from llmservice_server.backend import transfer
 
 CUDA = torch.device("cuda", 0)

@@ -19,9 +19,9 @@ import aiohttp
 from aiohttp import web
 from kubernetes.aio import client as kubernetes_client
 
-from harness.faulty_front import FaultyFront
-from harness.slow_cluster import SlowCluster
-from harness.whole_operator import WholeOperator
+from harness.world.faulty_front import FaultyFront
+from harness.world.slow_cluster import SlowCluster
+from harness.world.whole_operator import WholeOperator
 from llmservice_local.api.registry import MERGE_PATCH, DeleteOptions, Registry, WriteOptions
 from llmservice_local.api.serve import api_application
 from llmservice_local.api.store import Store

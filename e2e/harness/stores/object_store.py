@@ -6,7 +6,7 @@ import hashlib
 from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
-from harness.file_server import FileServer, Request, Response
+from harness.stores.file_server import FileServer, Request, Response
 
 _PAGE = 2
 """Keys in a response, so that a few files take several pages."""

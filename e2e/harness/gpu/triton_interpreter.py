@@ -30,7 +30,7 @@ triton.knobs.propagate_env = _PROPAGATES
 
 if not INTERPRETED:
     raise RuntimeError(
-        "the kernels were imported before the interpreter was switched on: import harness.triton_interpreter first"
+        "the kernels were imported before the interpreter was switched on: import harness.gpu.triton_interpreter first"
     )
 
 

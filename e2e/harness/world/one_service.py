@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from harness.talking_pods import TalkingPods
-from harness.whole_cache import fill
+from harness.world.talking_pods import TalkingPods
+from harness.world.whole_cache import fill
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.cluster.applier import Applier
 from llmservice_operator.cluster.kube_client import KubeClient

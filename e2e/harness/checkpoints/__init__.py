@@ -1,0 +1,1 @@
+"""Small random checkpoints of every family and quantised format."""

@@ -1,0 +1,1 @@
+"""Where models come from, on the loopback: a hub, an object store, credentials, and their faults."""
