@@ -187,12 +187,11 @@ class Reconciler:
         sizing = _as_given(seen.service, predicted, deployment)
         memory.unobserved_s = unobserved_since(deployment, memory.unobserved_s, seen.steady_s)
         allowance, memory.throttle = memory.throttle.allow(seen.steady_s, seen.window_s)
-        is_held = isinstance(sizing, SizingProblem) or any(one.kind == "Deployment" for one in refusals)
         outcome = Outcome(
             sizing=sizing,
             reports=reports,
             decision=decision,
-            desired=seen.current if is_held else decision.replicas,
+            current=seen.current,
             slo=slo_verdict(slo),
             refusals=refusals,
             scaling=memory.scaling.shifted(seen.now - seen.steady_s) if memory.scaling else None,
@@ -443,7 +442,7 @@ class Reconciler:
         before = known.desired_replicas if known else outcome.desired
         if seen.deployment is not None and seen.current != outcome.desired:
             before = seen.current
-        if before != outcome.desired:
+        if before != outcome.desired and not outcome.is_held:
             events.append(scaled_event(service, before, outcome.desired, outcome.decision.reasons, seen.now))
         return events
 

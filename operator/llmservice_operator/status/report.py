@@ -114,8 +114,8 @@ class Outcome:
     sizing: Sized | SizingProblem
     reports: PodReports
     decision: Decision
-    desired: int
-    """Replicas that the Deployment is set to after the pass."""
+    current: int
+    """Replicas that the Deployment was set to before the pass."""
     slo: Verdict
     """Whether the target can be met."""
     refusals: Sequence[Refusal] = ()
@@ -127,6 +127,16 @@ class Outcome:
     """Whether the Deployment was changed a moment ago and Kubernetes has not observed it yet."""
     surroundings: Surroundings = Surroundings()
     allowance: WriteAllowance = UNLIMITED
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the Deployment was left as it is."""
+        return isinstance(self.sizing, SizingProblem) or any(one.kind == "Deployment" for one in self.refusals)
+
+    @property
+    def desired(self) -> int:
+        """Replicas that the Deployment is set to after the pass."""
+        return self.current if self.is_held else self.decision.replicas
 
     @property
     def blocked(self) -> Trouble | None:

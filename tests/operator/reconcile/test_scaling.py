@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.world.one_service import AUTOSCALING, NS, SERVICES, World, busy_service
+from harness.world.one_service import APPS, AUTOSCALING, NS, SERVICES, World, busy_service
 from llmservice_operator.api.labels import DELETION_COST
 from llmservice_operator.cluster.kube_client import APPLY, KubeError
 
@@ -38,6 +38,20 @@ async def test_load_adds_replicas_and_idle_ones_are_removed_after_the_window(wor
         for pod in (await world.kube.list_all(f"{NS}/pods"))[0]
     }
     assert costs == {"tiny-1": "0", "tiny-2": "1", "tiny-3": "1"}
+
+
+async def test_a_deployment_that_someone_deleted_is_no_scaling_while_the_spec_does_not_fit(
+    world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of(replicas=2))
+    await world.run_pass()
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxModelLen": 9_000_000}}})
+    await world.kube.request("DELETE", f"{APPS}/deployments/tiny")
+
+    await world.run_pass()
+
+    assert (await world.condition("SizingValid"))["status"] == "False"
+    assert "ScaledDown" not in await world.events()
 
 
 async def test_replicas_are_held_while_pods_do_not_answer(world: World, manifest_of: Any) -> None:

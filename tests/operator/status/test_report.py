@@ -107,7 +107,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
         sizing=sizing,
         reports=PodReports(load=draw(loads)),
         decision=Decision(wanted, draw(st.integers(0, 3)), ("queue: 3 waiting -> 2",), active=draw(st.booleans())),
-        desired=wanted,
+        current=wanted,
         slo=draw(verdicts),
         startup_s=draw(st.none() | st.floats(1, 100)),
         refusals=draw(refusals),
