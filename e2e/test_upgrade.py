@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,13 +45,20 @@ pytestmark = [
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The code of the version before, out of this repository's history."""
     packed = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", PREVIOUS, *PACKAGES, "crds"], capture_output=True, check=False, timeout=60
-    )
+        ["git", "-C", str(ROOT), "archive", PREVIOUS, *PACKAGES, "crds", "pyproject.toml"],
+        capture_output=True, check=False, timeout=60,
+    )  # fmt: skip
     if packed.returncode:
         pytest.skip(f"the history does not reach back to {PREVIOUS[:7]}: {packed.stderr.decode()[:100]}")
     folder = tmp_path_factory.mktemp("previous")
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
+    commands = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"]["llmservice.commands"]
+    installed = folder / PACKAGES[0] / "llmservice-0.dist-info"  # found before this version's
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: llmservice\nVersion: 0\n")
+    entries = "\n".join(f"{name} = {target}" for name, target in commands.items())
+    (installed / "entry_points.txt").write_text(f"[llmservice.commands]\n{entries}\n")
     return folder
 
 
