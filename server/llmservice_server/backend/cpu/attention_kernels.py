@@ -233,7 +233,7 @@ def decode_heads(
     weight_sum = np.zeros(num_heads, np.float32)
     score_max = np.full(num_heads, LOWEST, np.float32)
     if len(sinks):
-        for head in range(num_heads):  # for slices, numba compiles for seconds what writes an error about shapes
+        for head in range(num_heads):  # no slices: numba takes seconds to compile their error about shapes
             score_max[head], weight_sum[head] = sinks[first_head * group + head], 1
     parts, scores = np.zeros((group, lanes, lanes), np.float32), np.empty((group, lanes), np.float32)
     tile_max = np.empty(group, np.float32)

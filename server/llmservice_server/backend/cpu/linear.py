@@ -571,7 +571,7 @@ def multiply(hidden: Any, weights: Any, bias: Any, product: Any) -> None:
     """
     if HAS_TILES:
         rows = np.empty((hidden.shape[0], hidden.shape[1] + TILE_ROWS), hidden.dtype)[:, : hidden.shape[1]]
-        for row in range(hidden.shape[0]):  # for slices, numba compiles for seconds what writes an error about shapes
+        for row in range(hidden.shape[0]):  # no slices: numba takes seconds to compile their error about shapes
             for index in range(hidden.shape[1]):
                 rows[row, index] = hidden[row, index]
         for_each(_linear_columns, len(weights), (rows, weights, bias, product))
