@@ -30,10 +30,11 @@ from harness.checkpoints.quantized import (
     write,
     write_both,
 )
-from llmservice_planner.model.checkpoint import StoredTensor, WeightCounts
+from llmservice_planner.model.checkpoint import StoredTensor
 from llmservice_planner.model.quantization import QUANTIZATIONS, Quantization, WeightFormat
 from llmservice_planner.model.quantization_config import read_quantization
 from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.model.weight_counts import WeightCounts
 from llmservice_planner.sizing.gpu import cpu_device, find_gpu
 from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_server.backend.cache_shape import KVCacheShape
@@ -41,7 +42,7 @@ from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.cpu import int4
 from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
-from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
+from llmservice_server.backend.cpu.linear_kernels import HAS_QUAD_PRODUCT
 from llmservice_server.backend.layers import Linear, linears_of
 from llmservice_server.backend.quantized import QuantizedWeight, fuse
 from llmservice_server.backend.step_input import StepInput

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from llmservice_planner.model.checkpoint import LANGUAGE_MODEL
+from llmservice_planner.model.weight_counts import LANGUAGE_MODEL
 from llmservice_server.backend.base import Attend
 from llmservice_server.backend.experts import Experts, Mixture
 from llmservice_server.backend.layers import Activation, LayerOps, Linear

@@ -17,16 +17,9 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from llmservice_planner.model.checkpoint import (
-    LANGUAGE_MODEL,
-    LENGTH_BYTES,
-    NOT_LOADED,
-    header_length,
-    is_head,
-    parse_header,
-    place_of,
-)
+from llmservice_planner.model.checkpoint import LENGTH_BYTES, header_length, parse_header
 from llmservice_planner.model.config import ShapeError
+from llmservice_planner.model.weight_counts import LANGUAGE_MODEL, NOT_LOADED, is_head, place_of
 from llmservice_planner.sizing.explanation import format_bytes
 from llmservice_server.models.lora import AdapterSlots, LowRank, PackedAdapter
 from llmservice_server.runtime.parallel_read import DTYPES

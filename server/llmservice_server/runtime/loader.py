@@ -14,18 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmservice_planner.model.checkpoint import (
-    LANGUAGE_MODEL,
-    StoredTensor,
-    WeightCounts,
-    has_head,
-    is_linear,
-    place_of,
-    read_tensors,
-    refuse_embedding,
-    refuse_separate_experts,
-    stored_dtype,
-)
+from llmservice_planner.model.checkpoint import StoredTensor, read_tensors, stored_dtype
 from llmservice_planner.model.encoders import CLASSIFIER, ENCODERS
 from llmservice_planner.model.families import FAMILIES
 from llmservice_planner.model.quantization import (
@@ -37,6 +26,15 @@ from llmservice_planner.model.quantization import (
     module_and_suffix,
 )
 from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.model.weight_counts import (
+    LANGUAGE_MODEL,
+    WeightCounts,
+    has_head,
+    is_linear,
+    place_of,
+    refuse_embedding,
+    refuse_separate_experts,
+)
 from llmservice_server.backend.base import Model
 from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedWeight

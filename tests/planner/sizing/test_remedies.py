@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.model.weight_counts import WeightCounts
 from llmservice_planner.sizing.gpu import GIB, GPUS, cpu_device, find_gpu
 from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_planner.sizing.remedies import find_remedies, longest_model_len
@@ -135,9 +136,9 @@ def test_the_longest_length_fits_and_one_token_more_does_not(gib: int, length: i
         assert not plan(replace(request, max_model_len=longest + 1)).fits
 
 
-@pytest.mark.parametrize("other_parameters", [0, 10**9])
-def test_a_model_of_unknown_layout_gets_remedies_too(shape_of: ShapeOf, other_parameters: int) -> None:
+@pytest.mark.parametrize("counts", [None, WeightCounts(other_parameters=10**9)])
+def test_a_model_of_unknown_layout_gets_remedies_too(shape_of: ShapeOf, counts: WeightCounts | None) -> None:
     """Its weights are known from the files, and how large others would be is not."""
-    shape = replace(shape_of("llama-3-8b"), architecture="unknown", other_parameters=other_parameters)
+    shape = replace(shape_of("llama-3-8b"), architecture="unknown", counts=counts)
     request = replace(_request(shape_of("llama-3-8b"), "t4", 8192), shape=shape, weights_bytes=40 * GIB)
     assert {kind for kind, _ in (_applied(request, remedy) for remedy in find_remedies(request))} == {"gpu", "count"}
