@@ -25,9 +25,9 @@ from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.cold_start import ColdStart, cold_start, first_ready, woken_since
 from llmservice_operator.pods.pod import Pod, Trouble, image_volume_trouble, observed, pods_of
 from llmservice_operator.pods.pod_model import PodModels
-from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas
 from llmservice_operator.scaling.feasibility import Feasibility, feasibility_of
+from llmservice_operator.scaling.forecast import Forecast
 from llmservice_operator.scaling.load import Held, Load
 from llmservice_operator.scaling.supply import OverloadTimer, StartupTimes, supply_of
 from llmservice_operator.signals.held import HeldRequests

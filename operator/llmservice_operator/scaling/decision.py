@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.status import AutoscalingStatus
 from llmservice_operator.pods.pod import epoch
-from llmservice_operator.scaling.analysis import Forecast, analyse, forecast_of, full_replica_per_s, used_slots
+from llmservice_operator.scaling.analysis import analyse, used_slots
 from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.feasibility import Feasibility
+from llmservice_operator.scaling.forecast import Forecast, forecast_of, full_replica_per_s
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.limits import Decision, limit
 from llmservice_operator.scaling.load import Held, Load

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.scaling.feasibility import Feasibility
+from llmservice_operator.scaling.forecast import Forecast
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.policy import ScalePolicy
 from llmservice_operator.scaling.recommendation import Recommendation

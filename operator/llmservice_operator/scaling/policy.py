@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmservice_operator.api import units
-from llmservice_operator.api.spec import Autoscaling, ScaleDown, ScaleUp, Slo
+from llmservice_operator.api.autoscaling_spec import Autoscaling, ScaleDown, ScaleUp
+from llmservice_operator.api.spec import Slo
 from llmservice_operator.scaling.demand import NO_DEMAND
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Load, PodLoad

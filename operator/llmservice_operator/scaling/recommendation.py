@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from llmservice_operator.scaling.analysis import Analysis, Forecast, busy_replicas
+from llmservice_operator.scaling.analysis import Analysis, busy_replicas
 from llmservice_operator.scaling.capacity import MOST_UTILIZATION
 from llmservice_operator.scaling.demand import SAMPLE_S
+from llmservice_operator.scaling.forecast import Forecast
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, time, timedelta
 from zoneinfo import ZoneInfo
 
-from llmservice_operator.api.spec import ScheduledReplicas
+from llmservice_operator.api.autoscaling_spec import ScheduledReplicas
 from llmservice_operator.scaling.policy import ScalePolicy
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")

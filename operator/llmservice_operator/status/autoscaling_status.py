@@ -16,8 +16,8 @@ from llmservice_operator.api.status import (
 )
 from llmservice_operator.monitoring.promql import service_queries
 from llmservice_operator.pods.pod import epoch
-from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.scaling.decision import Decision
+from llmservice_operator.scaling.forecast import Forecast
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, Timed
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy

@@ -8,7 +8,7 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.status import FetchStatus, MeasuredStatus, ModelCode, ModelStatus, SizingStatus
 from llmservice_operator.locations import Figures, Model
 from llmservice_operator.pods.pod_model import Fetching
-from llmservice_operator.scaling.analysis import Forecast
+from llmservice_operator.scaling.forecast import Forecast
 from llmservice_operator.sizing import GIB, Sized, SizingReport
 from llmservice_operator.status.autoscaling_status import WriteAllowance, throttled
 from llmservice_planner.model.shape import ModelShape, ShapeError

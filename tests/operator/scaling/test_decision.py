@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.world.simulated_service import Moment, Sample, SimulatedService
+from llmservice_operator.api.autoscaling_spec import ScaleDown
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.api.spec import ScaleDown
-from llmservice_operator.scaling.analysis import Analysis, Capacity, Forecast, forecast_of
+from llmservice_operator.scaling.analysis import Analysis
 from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.decision import Decision, decide, decide_wake_up
 from llmservice_operator.scaling.demand import NO_DEMAND, Demand
+from llmservice_operator.scaling.forecast import Capacity, Forecast, forecast_of
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
 from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules

@@ -4,7 +4,8 @@ from typing import Literal
 
 import pytest
 
-from llmservice_operator.api.spec import Autoscaling, Slo
+from llmservice_operator.api.autoscaling_spec import Autoscaling
+from llmservice_operator.api.spec import Slo
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules

@@ -8,7 +8,8 @@ from zoneinfo import ZoneInfo
 import pytest
 from pydantic import ValidationError
 
-from llmservice_operator.api.spec import Autoscaling, ScheduledReplicas, Slo
+from llmservice_operator.api.autoscaling_spec import Autoscaling, ScheduledReplicas
+from llmservice_operator.api.spec import Slo
 from llmservice_operator.scaling.policy import ScalePolicy
 from llmservice_operator.scaling.schedule import GpuHours, policy_at, scheduled
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from harness.world.simulated_service import Moment, Sample, SimulatedService
+from llmservice_operator.api.autoscaling_spec import ScaleDown
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.api.spec import ScaleDown
 from llmservice_operator.scaling.capacity import ReplicaModel, work_of
 from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.policy import ScalingRules

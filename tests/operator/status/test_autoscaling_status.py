@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from llmservice_operator.api.spec import Autoscaling, Slo
+from llmservice_operator.api.autoscaling_spec import Autoscaling
+from llmservice_operator.api.spec import Slo
 from llmservice_operator.api.status import AutoscalingStatus, CapacityStatus, DecisionStatus, SignalStatus
-from llmservice_operator.scaling.analysis import Capacity, Forecast
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.scaling.demand import Demand
+from llmservice_operator.scaling.forecast import Capacity, Forecast
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
 from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy
