@@ -49,7 +49,7 @@ from llmservice_bench.simulation.policies import Service, make_policy
 from llmservice_bench.simulation.service import fleet_config, latency_of
 from llmservice_bench.simulation.traffic import SHAPES, Shape, synthetic
 from llmservice_bench.trace import SAMPLE
-from llmservice_operator.api.spec import ScaleDown
+from llmservice_operator.api.autoscaling_spec import ScaleDown
 from llmservice_operator.scaling.from_manifest import sized_service
 from llmservice_operator.scaling.policy import ScalingRules
 from llmservice_planner.capacity.replica import UTILISATION, ReplicaLimits, Work, replica_capacity

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema, field_validator
+from pydantic import ConfigDict, Field, StringConstraints
 
 from llmservice_operator.api import units
+from llmservice_operator.api.autoscaling_spec import Autoscaling
+from llmservice_operator.api.engine_spec import Engine, Resources
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.pod_spec import CountOrPercent, LabelValue, Passed, PodTemplate, Scheduling
 from llmservice_operator.api.schema_model import SchemaModel, rules
-from llmservice_planner.sizing.overhead import PROCESS_BYTES
+from llmservice_operator.api.units import Duration
 from llmservice_planner.sizing.workload import Workload
 
-Duration = Annotated[str, StringConstraints(pattern=units.DURATION_PATTERN, max_length=16)]
-Quantity = Annotated[str, StringConstraints(pattern=units.QUANTITY_PATTERN, max_length=32)]
 Interval = Annotated[
     str,
     StringConstraints(
@@ -25,162 +24,6 @@ Interval = Annotated[
     ),
 ]
 """As PodMonitors take it: without fractions."""
-TimeOfDay = Annotated[str, StringConstraints(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", max_length=5)]
-AutoOrCount = Annotated[
-    Literal["auto"] | int,
-    WithJsonSchema(
-        {"x-kubernetes-int-or-string": True, "pattern": "^auto$", "minimum": 1, "maximum": 1024, "maxLength": 4}
-    ),
-]
-
-
-class Gpu(SchemaModel):
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            (
-                "!has(self.resourceName) || !self.resourceName.contains('/mig-') || has(self.memoryGiB)",
-                "memoryGiB is needed where resourceName is a MIG device's: it has a part of the GPU's memory",
-            )
-        )
-    )
-
-    product: str | None = Field(
-        None,
-        min_length=1,
-        max_length=64,
-        pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$",
-        description="The GPU, such as h100-80gb or l4; `llmservice plan --help` lists those known.",
-    )
-    count: int = Field(
-        1, ge=0, le=16, description="GPUs per replica (tensor parallel). 0 runs on CPU, within requests.memory."
-    )
-    memory_gib: float | None = Field(
-        None, alias="memoryGiB", gt=0, le=4096, description="Memory of one GPU where it is less than the catalogue's."
-    )
-    resource_name: str | None = Field(
-        None,
-        max_length=317,
-        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$",
-        description="What a pod requests it as, such as nvidia.com/mig-3g.40gb or nvidia.com/gpu.shared; default: the"
-        " vendor's nvidia.com/gpu or amd.com/gpu. Empty: nothing, as podTemplate.resourceClaims have the GPU.",
-    )
-
-
-class ResourceAmounts(SchemaModel):
-    cpu: Quantity = Field("1", description="CPU cores of one replica.")
-    memory: Quantity = Field(
-        "4Gi", description="Memory of one replica. On CPU the weights and the KV cache must fit in it."
-    )
-
-
-class ResourceLimits(SchemaModel):
-    cpu: Quantity | None = Field(None, description="Upper bound on CPU; none by default, so that idle cores help.")
-    memory: Quantity | None = Field(None, description="Upper bound on memory; a server past it is OOMKilled.")
-
-
-_LEAST_MEMORY = f"{PROCESS_BYTES >> 20}Mi"
-
-
-def _within_limit(name: str) -> str:
-    asked, limit = f"quantity(self.requests.{name})", f"quantity(self.limits.{name})"
-    return f"!has(self.limits.{name}) || !{asked}.isGreaterThan({limit})"
-
-
-class Resources(SchemaModel):
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            (
-                "!has(self.gpu) || self.gpu.count == 0 || has(self.gpu.product)",
-                "gpu.product is needed where gpu.count is above 0: the GPU's memory decides how many sequences fit",
-            ),
-            (
-                "!has(self.gpu) || self.gpu.count <= 1",
-                "gpu.count above 1 needs tensor parallelism, which the server lacks: choose one that holds the model",
-            ),
-            (_within_limit("cpu"), "requests.cpu must not be above limits.cpu: no pod could be created"),
-            (_within_limit("memory"), "requests.memory must not be above limits.memory: no pod could be created"),
-            (
-                f"!quantity('{_LEAST_MEMORY}').isGreaterThan(quantity(self.requests.memory))",
-                f"requests.memory must be at least {_LEAST_MEMORY}: Python and PyTorch alone take as much",
-            ),
-        )
-    )
-
-    gpu: Gpu | None = Field(None, description="Accelerator of one replica. Absent: runs on CPU.")
-    requests: ResourceAmounts = Field(
-        default_factory=ResourceAmounts, description="What the scheduler reserves for one replica."
-    )
-    limits: ResourceLimits = Field(default_factory=ResourceLimits, description="What one replica may not exceed.")
-
-
-class Sizing(SchemaModel):
-    expected_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=16777216,
-        description="Tokens (prompt and answer) that a typical request uses; the server counts with them until enough"
-        " requests have ended. Default: 1536, or maxModelLen if that is less.",
-    )
-
-
-_EXPECTED = "self.sizing.expectedTokens"
-
-
-class Engine(SchemaModel):
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            (
-                f"!has(self.maxModelLen) || !has({_EXPECTED}) || {_EXPECTED} <= self.maxModelLen",
-                "sizing.expectedTokens must not be above maxModelLen: no request is longer than that",
-            ),
-            (  # the API server rounds a minimum of 0.1 down for a value without a fraction
-                "self.gpuMemoryUtilization >= 0.1",
-                "gpuMemoryUtilization must be at least 0.1: it is a share of the memory",
-            ),
-        )
-    )
-
-    max_model_len: int | None = Field(
-        None, ge=1, le=16777216, description="Longest sequence, prompt and answer. Default: what the model supports."
-    )
-    max_num_seqs: AutoOrCount = Field(
-        "auto", description="Sequences in a step, at most: auto computes it from model and GPU; or 1 to 1024."
-    )
-    sizing: Sizing = Field(default_factory=Sizing, description="What requests are expected to use.")
-    gpu_memory_utilization: float = Field(
-        0.9, ge=0.1, le=0.99, description="Share of the GPU's memory (of requests.memory on CPU) that may be used."
-    )
-    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Type of the KV cache: auto is the model's."
-    )
-    block_size: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens per KV block.")
-    max_num_batched_tokens: int | None = Field(
-        None,
-        ge=16,
-        le=1048576,
-        description="Token budget of one engine step. Default: by the GPU's memory, 2048 or 8192, and slo.itlP99.",
-    )
-    max_loras: int | None = Field(
-        None,
-        ge=0,
-        le=64,
-        description="Slots for LoRA adapters in memory, counted before the KV cache; of more adapters those unused for"
-        " longest are evicted. Default: 4 where adapters are listed, else 0. A change replaces the pods.",
-    )
-    max_lora_rank: int = Field(16, ge=1, le=512, description="Rank of an adapter, at most: the size of a slot.")
-    lora_experts: bool = Field(
-        False,
-        description="Slots also hold what adapters change in a mixture's experts, which takes most of their memory."
-        " A change replaces the pods.",
-    )
-    prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
-    swap_space_gib: float = Field(
-        0,
-        alias="swapSpaceGiB",
-        ge=0,
-        le=4096,
-        description="CPU memory for the KV cache of preempted sequences, out of the pod's memory. 0: compute it again.",
-    )
 
 
 class Slo(SchemaModel):
@@ -200,14 +43,6 @@ class Slo(SchemaModel):
         return units.seconds(self.itl_p99) if self.itl_p99 else None
 
 
-_A_STEP = rules(
-    (
-        "self.stepReplicas > 0 || self.stepPercent > 0",
-        "stepReplicas and stepPercent can't both be 0: no replica could ever be added or removed",
-    )
-)
-
-
 class Lanes(SchemaModel):
     default: Literal["interactive", "batch"] | None = Field(
         None,
@@ -220,149 +55,6 @@ class Lanes(SchemaModel):
         description="How the batch lane orders a client's waiting requests: by arrival, or those predicted to be"
         " shortest first, with ageing, which shortens the mean wait and lengthens the longest ones.",
     )
-
-
-class ScaleUp(SchemaModel):
-    model_config = ConfigDict(json_schema_extra=_A_STEP)
-
-    stabilization: Duration = Field(
-        "10s",
-        description="Add only up to the lowest recommendation within this time. 0s: at once, as a burst or certain"
-        " growth is answered in any case.",
-    )
-    step_replicas: int = Field(
-        4, ge=0, le=1000, description="Add at most so many replicas in stepPeriod, or stepPercent where that is more."
-    )
-    step_percent: int = Field(
-        100, ge=0, le=1000, description="Add at most this share of the replicas in stepPeriod, or stepReplicas."
-    )
-    step_period: Duration = Field("15s", description="The period of stepReplicas and stepPercent.")
-    cooldown: Duration = Field("0s", description="Add none within this time of the last change, up or down.")
-
-
-class ScaleDown(SchemaModel):
-    model_config = ConfigDict(json_schema_extra=_A_STEP)
-
-    stabilization: Duration | None = Field(
-        None,
-        description="Remove replicas only down to the highest recommendation within this time. Default: four times the"
-        " start-up time that was learned, 120s to 300s; half of the surplus is removed after half a start.",
-    )
-    step_replicas: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="Remove at most so many replicas in stepPeriod, or stepPercent where that is more.",
-    )
-    step_percent: int = Field(
-        100, ge=0, le=100, description="Remove at most this share of the replicas in stepPeriod, or stepReplicas."
-    )
-    step_period: Duration = Field("15s", description="The period of stepReplicas and stepPercent.")
-    cooldown: Duration = Field("0s", description="Remove none within this time of the last change, up or down.")
-
-
-class MetricsSource(SchemaModel):
-    source: Literal["auto", "prometheus", "pods"] = Field(
-        "auto",
-        description="Where signals are read: prometheus, the pods' own /metrics, or auto:"
-        " Prometheus where the operator has one, the pods otherwise and while it is down.",
-    )
-    window: Duration = Field("60s", description="Time over which rates and p99 TTFT are computed.")
-
-
-class ScheduledReplicas(SchemaModel):
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            ("self.start != self.end", "start and end must differ: for the whole day raise autoscaling.minReplicas"),
-        )
-    )
-
-    days: list[Literal["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]] = Field(
-        default_factory=list, max_length=7, description="On which days it begins. Default: on all."
-    )
-    start: TimeOfDay = Field(description="When it begins, as HH:MM.")
-    end: TimeOfDay = Field(description="When it ends, as HH:MM; before start: on the next day.")
-    time_zone: str = Field(
-        "UTC",
-        min_length=1,
-        max_length=64,
-        pattern=r"^[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+)*$",
-        description="The clock of start and end, by its IANA name such as Europe/Berlin.",
-    )
-    min_replicas: int = Field(ge=1, le=1000, description="Never fewer replicas than this meanwhile.")
-
-    @field_validator("time_zone")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        try:
-            ZoneInfo(name)
-        except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-            raise ValueError(f"{name} is no time zone: give an IANA name such as Europe/Berlin, or UTC") from error
-        return name
-
-
-class Autoscaling(SchemaModel):
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            ("self.minReplicas <= self.maxReplicas", "minReplicas must not be above maxReplicas"),
-            (
-                "!has(self.schedule) || self.schedule.all(one, one.minReplicas <= self.maxReplicas)",
-                "schedule: minReplicas must not be above maxReplicas",
-            ),
-            (
-                "!has(self.maxGPUHoursPerDay) || self.maxGPUHoursPerDay >= 24.0 * double(self.minReplicas)",
-                "maxGPUHoursPerDay must be at least 24 for each of minReplicas, which run all day",
-            ),
-            (
-                "!has(self.idleTimeout) || self.minReplicas == 0",
-                "idleTimeout needs minReplicas: 0, for otherwise the last replica always stays",
-            ),
-        )
-    )
-
-    min_replicas: int = Field(
-        1,
-        ge=0,
-        le=1000,
-        description="Never fewer replicas than this. 0: the last one is removed after idleTimeout, and the next request"
-        " to the gateway, which waits there, starts one.",
-    )
-    max_replicas: int = Field(ge=1, le=1000, description="Never more replicas than this.")
-    idle_timeout: Duration | None = Field(
-        None,
-        description="With minReplicas: 0, how long no request runs, waits or arrives before the last replica is"
-        " removed. Default: 300s, about what a start costs: so at most twice the least possible GPU time is spent.",
-    )
-    queue_depth: int = Field(4, ge=1, le=10000, description="Waiting requests per replica that are still fine.")
-    tolerance_percent: int = Field(
-        10,
-        ge=0,
-        le=100,
-        description="How far the load may deviate from what the replicas hold before they are changed. Where demand and"
-        " capacity are known, this is for fewer replicas alone, and soon after a removal for more as well.",
-    )
-    scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast replicas are added.")
-    scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas are removed.")
-    batch: Literal["fill", "scale"] = Field(
-        "fill",
-        description="What requests of the batch lane ask for. fill: they use what others leave, and add no replicas."
-        " scale: they count like the others.",
-    )
-    schedule: list[ScheduledReplicas] = Field(
-        default_factory=list,
-        max_length=16,
-        description="Times of the day with a higher minReplicas, so that replicas are ready before a known load comes;"
-        " where several apply, the highest counts.",
-    )
-    max_gpu_hours_per_day: float | None = Field(
-        None,
-        alias="maxGPUHoursPerDay",
-        gt=0,
-        le=1000000,
-        description="GPU time that all replicas may take in a day of UTC. It includes minReplicas until midnight;"
-        " there are further ones only while what is left lasts for an hour.",
-    )
-    metrics: MetricsSource = Field(default_factory=MetricsSource, description="Where the signals come from.")
 
 
 class Rollout(SchemaModel):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Annotated
 
-DURATION_PATTERN = r"^[0-9]{1,7}(\.[0-9]{1,3})?(ms|s|m|h)$"
+from pydantic import StringConstraints
+
+_DURATION_PATTERN = r"^[0-9]{1,7}(\.[0-9]{1,3})?(ms|s|m|h)$"
+Duration = Annotated[str, StringConstraints(pattern=_DURATION_PATTERN, max_length=16)]
 """What the CRD accepts as a duration."""
-QUANTITY_PATTERN = r"^[0-9]{1,15}(\.[0-9]{1,9})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+Quantity = Annotated[
+    str,
+    StringConstraints(pattern=r"^[0-9]{1,15}(\.[0-9]{1,9})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$", max_length=32),
+]
 """What the CRD accepts as a quantity: Kubernetes' own grammar without signs, exponents and rare suffixes."""
 
-_DURATION = re.compile(DURATION_PATTERN)
+_DURATION = re.compile(_DURATION_PATTERN)
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)(?:([eE][+-]?\d+)|([numkMGTPE]|[KMGTPE]i)?)", re.ASCII)
 _FACTOR: dict[str | None, Fraction] = {

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from llmservice_operator.api.engine_spec import Engine
 from llmservice_operator.api.pod_spec import MANAGED_FLAGS, MANAGED_MOUNTS
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.api.spec import Engine, LLMServiceSpec
+from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.children.deployment import expected_deployment, server_args, startup_budget
 from llmservice_operator.children.gateway_keys import gateway_key_args
 from llmservice_operator.locations import Model, ModelLocation
