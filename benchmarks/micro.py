@@ -23,7 +23,7 @@ os.environ.update(for_computing(os.environ))  # before torch is imported, so tha
 import torch
 
 from llmservice_bench.results import Check, Results
-from llmservice_server.backend.cpu.linear import HAS_TILES
+from llmservice_server.backend.cpu.linear_kernels import HAS_TILES
 from llmservice_server.engine.scheduler import ContinuousScheduler
 from pieces.adapters import measure_adapter_memory, measure_adapters
 from pieces.block_pool import measure_block_pool

@@ -18,7 +18,8 @@ from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.llama import llama_layer
 from llmservice_server.models.rope import RopeConfig
 from llmservice_server.models.weights import Weights
-from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
+from llmservice_server.runtime.embedding_model import EmbeddingModel
+from llmservice_server.runtime.embeddings import BatchEmbedder
 from llmservice_server.runtime.runner import ModelRunner
 from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.sampling.grammar import GrammarCompiler

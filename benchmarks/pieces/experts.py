@@ -13,7 +13,8 @@ from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
-from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT, pack
+from llmservice_server.backend.cpu.linear import pack
+from llmservice_server.backend.cpu.linear_kernels import HAS_QUAD_PRODUCT
 from llmservice_server.backend.experts import AdaptedRows, Experts, LowRankExperts, stack_of
 from llmservice_server.backend.layers import LayerOps, Linear
 from llmservice_server.backend.quantized import QuantizedWeight

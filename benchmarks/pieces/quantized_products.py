@@ -9,7 +9,8 @@ import torch
 
 from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
-from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT, PackedLinear, pack
+from llmservice_server.backend.cpu.linear import PackedLinear, pack
+from llmservice_server.backend.cpu.linear_kernels import HAS_QUAD_PRODUCT
 from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear

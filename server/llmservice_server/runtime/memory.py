@@ -12,7 +12,7 @@ from llmservice_planner.sizing.request import LEAST_SEQUENCE_TOKENS
 from llmservice_server.backend.base import Backend, Model
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import KVCachePlan
-from llmservice_server.runtime.embeddings import EmbeddingModel
+from llmservice_server.runtime.embedding_model import EmbeddingModel
 from llmservice_server.runtime.runner import ModelRunner, staging_bytes
 from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.types.errors import OutOfMemoryError

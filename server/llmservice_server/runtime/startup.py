@@ -24,7 +24,8 @@ from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
 from llmservice_server.models.lora import Adaptables, AdapterSlots, can_apply_by_row
 from llmservice_server.runtime.adapters import SlotStore
-from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
+from llmservice_server.runtime.embedding_model import EmbeddingModel
+from llmservice_server.runtime.embeddings import BatchEmbedder
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import (
     GIB,

@@ -24,7 +24,7 @@ from numba.core import cgutils
 from llmservice_server.backend.cpu import llvm
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, intrinsic
 from llmservice_server.backend.cpu.layer_ops import rotate_and_store_heads
-from llmservice_server.backend.cpu.linear import COLUMNS, add_products, multiply_columns
+from llmservice_server.backend.cpu.linear_kernels import COLUMNS, add_products, multiply_columns
 from llmservice_server.backend.cpu.llvm import convert, exp, exp2, from_float32, pair, to_float32
 
 LOWEST = np.float32(-3e38)

@@ -13,7 +13,8 @@ from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
-from llmservice_server.backend.cpu.linear import HAS_TILES, KERNEL_ROWS, OwnPackedLinear, PackedLinear, pack
+from llmservice_server.backend.cpu.linear import KERNEL_ROWS, OwnPackedLinear, PackedLinear, pack
+from llmservice_server.backend.cpu.linear_kernels import HAS_TILES
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight

@@ -20,7 +20,8 @@ from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for
 from llmservice_server.backend.cpu.int4 import Int4Linear, int4_columns, multiply_int4, sum_groups
 from llmservice_server.backend.cpu.int8 import Int8Linear, int8_columns, multiply_int8, quantize_rows
 from llmservice_server.backend.cpu.layer_ops import add, add_norm, gated_row
-from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, as_operand, linear_columns, multiply, weights_at
+from llmservice_server.backend.cpu.linear import PackedLinear
+from llmservice_server.backend.cpu.linear_kernels import COLUMNS, as_operand, linear_columns, multiply, weights_at
 from llmservice_server.backend.cpu.llvm import as_array, from_float32
 from llmservice_server.backend.layers import Linear, linears_of
 from llmservice_server.backend.step_input import StepInput

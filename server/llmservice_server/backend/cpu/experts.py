@@ -14,7 +14,8 @@ import torch
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.decode import columns, gated_columns, kind_of, matrix_of, prepare, rows_of
 from llmservice_server.backend.cpu.layer_ops import ACTIVATIONS
-from llmservice_server.backend.cpu.linear import COLUMNS, FAST_ROWS, PackedLinear
+from llmservice_server.backend.cpu.linear import FAST_ROWS, PackedLinear
+from llmservice_server.backend.cpu.linear_kernels import COLUMNS
 from llmservice_server.backend.cpu.llvm import as_array, from_float32, to_float32
 from llmservice_server.backend.cpu.tiles import TILE_ROWS
 from llmservice_server.backend.experts import Experts

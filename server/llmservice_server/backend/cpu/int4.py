@@ -22,7 +22,7 @@ from numba.core import cgutils
 
 from llmservice_server.backend.cpu import llvm
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, intrinsic, use_threads
-from llmservice_server.backend.cpu.linear import (
+from llmservice_server.backend.cpu.linear_kernels import (
     COLUMNS,
     HAS_WIDE_REGISTERS,
     HAS_WORD_TABLE,

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, use_threads
-from llmservice_server.backend.cpu.linear import COLUMNS, HAS_QUAD_PRODUCT, LINES_AT_ONCE, add_products, write_rows
+from llmservice_server.backend.cpu.linear_kernels import (
+    COLUMNS,
+    HAS_QUAD_PRODUCT,
+    LINES_AT_ONCE,
+    add_products,
+    write_rows,
+)
 from llmservice_server.backend.cpu.llvm import as_array, to_float32
 from llmservice_server.backend.quantized import QuantizedWeight
 

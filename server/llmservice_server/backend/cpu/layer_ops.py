@@ -16,7 +16,8 @@ import torch
 
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.int8 import Int8Linear
-from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, linear_columns
+from llmservice_server.backend.cpu.linear import PackedLinear
+from llmservice_server.backend.cpu.linear_kernels import COLUMNS, linear_columns
 from llmservice_server.backend.cpu.llvm import as_array, convert, exp, from_float32, to_float32
 from llmservice_server.backend.layers import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps

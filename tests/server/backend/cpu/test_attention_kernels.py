@@ -19,7 +19,7 @@ from llmservice_server.backend.cpu.attention_kernels import (
     sum_tile,
 )
 from llmservice_server.backend.cpu.compiled import compiled
-from llmservice_server.backend.cpu.linear import COLUMNS
+from llmservice_server.backend.cpu.linear_kernels import COLUMNS
 from llmservice_server.backend.cpu.llvm import as_array
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention

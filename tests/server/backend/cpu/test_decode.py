@@ -11,7 +11,7 @@ from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.backend import CpuBackend
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
 from llmservice_server.backend.cpu.int4 import Int4Linear
-from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
+from llmservice_server.backend.cpu.linear_kernels import HAS_QUAD_PRODUCT
 from llmservice_server.backend.layers import linears_of
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.step_input import StepInput

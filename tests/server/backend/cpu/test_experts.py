@@ -9,7 +9,8 @@ import torch
 from llmservice_server.backend.cpu.backend import converted
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
-from llmservice_server.backend.cpu.linear import FAST_ROWS, HAS_QUAD_PRODUCT, pack
+from llmservice_server.backend.cpu.linear import FAST_ROWS, pack
+from llmservice_server.backend.cpu.linear_kernels import HAS_QUAD_PRODUCT
 from llmservice_server.backend.experts import Experts
 from llmservice_server.backend.layers import Activation
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight

@@ -9,13 +9,12 @@ from llmservice_server.backend.cpu.linear import (
     KERNEL_ROWS,
     OwnPackedLinear,
     PackedLinear,
-    as_operand,
     can_pack,
-    multiply,
     pack,
     packed_memory,
     padded_rows,
 )
+from llmservice_server.backend.cpu.linear_kernels import as_operand, multiply
 from llmservice_server.backend.cpu.llvm import as_array
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
