@@ -7,6 +7,7 @@ so that temporary slowness of a shared machine affects both.
 `--formats` compares our products of 8 and 4 bits with bfloat16's and with llama.cpp's Q8_0 and Q4_K_M, and
 transformers' code on our cache with transformers' own (`make bench-formats`). The head of the model of 4 bits has 8, as
 Q4_K_M's has more bits (6.56) than the rest.
+There is a file of results for each kind of CPU, by its vector instructions.
 Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes. With `--avx2` every engine
 keeps to the instructions of a CPU without AVX-512, llama.cpp by another build (`make bench-avx2`).
 """
@@ -27,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from llmservice_bench.models import SHAPES, checkpoint
-from llmservice_bench.report import AVX2_ONLY, Report
+from llmservice_bench.report import AVX2_ONLY, Report, instructions
 from llmservice_bench.results import Check, Results
 from llmservice_bench.trace import Lengths, read_trace, scaled_to
 from peers.process import PeerProcess
@@ -41,6 +42,7 @@ CLASSES = {
     CONTINUOUS: "peers.transformers_peers:ContinuousPeer",
     STATIC: "peers.transformers_peers:StaticPeer",
 }
+INSTRUCTIONS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512", "avx512f": "AVX-512", "avx2": "AVX2"}
 INT8, INT4, BY_TRANSFORMERS = "ours, int8", "ours, W4A16", "ours, by transformers"
 Q8_0, Q4_K_M = "llama.cpp Q8_0", "llama.cpp Q4_K_M"
 FORMATS = {
@@ -227,7 +229,7 @@ def keep_to_avx2(llama_cpp: Path) -> None:
     sys.path.insert(0, str(llama_cpp))
 
 
-def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int, *, avx2_only: bool) -> int:
+def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int) -> int:
     if {LLAMA_CPP, Q8_0} & peers.keys() and find_spec("llama_cpp") is None:
         print("llama.cpp is missing: pip install -c constraints.txt -e '.[bench-peers]' compiles it, in minutes")
         return 2
@@ -238,12 +240,12 @@ def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int, *, avx2_on
         measured, judged = compare(peers, dtype, count)
         rows += measured
         found += judged
-    if avx2_only:
-        found = [replace(check, what=f"AVX2 only, {check.what}") for check in found]
+    cpu = INSTRUCTIONS.get(instructions() or "", "other")
+    found = [replace(check, what=f"{cpu}, {check.what}") for check in found]
     print(*(check.line() for check in found), sep="\n")
     settings = {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}
-    name = "compare_formats" if INT8 in peers else "compare_avx2" if avx2_only else "compare"
-    Results(name, rows, found, settings).write()
+    name = "compare_formats" if INT8 in peers else "compare"
+    Results(f"{name}_{cpu.lower().replace('-', '')}", rows, found, settings).write()
     return 1 if any(row["failed"] for row in rows) else 0
 
 
@@ -258,6 +260,6 @@ if __name__ == "__main__":
     if arguments.avx2:
         keep_to_avx2(arguments.avx2)
     if arguments.formats:
-        sys.exit(main(FORMATS, ["bfloat16"], arguments.requests, avx2_only=False))
+        sys.exit(main(FORMATS, ["bfloat16"], arguments.requests))
     chosen = {peer: name for peer, name in CLASSES.items() if peer == OURS or peer in (arguments.only or CLASSES)}
-    sys.exit(main(chosen, arguments.dtype, arguments.requests, avx2_only=bool(arguments.avx2)))
+    sys.exit(main(chosen, arguments.dtype, arguments.requests))

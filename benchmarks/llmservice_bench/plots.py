@@ -169,7 +169,7 @@ def _autoscaling(content: Content) -> str:
 
 PLOTS: dict[str, Callable[[Content], str | None]] = {
     "serve": _serve,
-    "compare": _compare,
+    **{f"compare_{cpu}": _compare for cpu in ("amx", "avx512", "avx2")},
     "strategies": _strategies,
     "autoscaling": _autoscaling,
     "autoscaling_full": _autoscaling,

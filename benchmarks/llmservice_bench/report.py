@@ -149,15 +149,23 @@ def machine() -> dict[str, Any]:
     }
 
 
+def instructions() -> str | None:
+    """The widest vector instructions in use on Linux, as /proc/cpuinfo names them; None where they are not known."""
+    flags = _cpu_info().get("flags", "").split()
+    if AVX2_ONLY.items() <= os.environ.items():
+        flags = ["avx2"]
+    return next((each for each in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if each in flags), None)
+
+
 def _processor() -> str:
-    """The processor's model and the widest vector instructions in use on Linux, else the architecture."""
+    """The processor's model and its vector instructions on Linux, else the architecture."""
+    widest = instructions()
+    return _cpu_info().get("model name", platform.machine()) + (f" with {widest}" if widest else "")
+
+
+def _cpu_info() -> dict[str, str]:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    info = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = info.get("flags", "").split()
-    if AVX2_ONLY.items() <= os.environ.items():
-        flags = ["avx2"]
-    instructions = next((each for each in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if each in flags), None)
-    return info.get("model name", platform.machine()) + (f" with {instructions}" if instructions else "")
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

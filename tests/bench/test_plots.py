@@ -42,7 +42,7 @@ def texts(svg: str) -> list[str]:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (results("compare", PEERS), {"bfloat16, 32 in flight", "float32, alone", "llama.cpp", "320", "10"}),
+        (results("compare_amx", PEERS), {"bfloat16, 32 in flight", "float32, alone", "llama.cpp", "320", "10"}),
         (results("strategies", STRATEGIES), {"target: 250 ms", "continuous", "static"}),
     ],
     ids=["compare", "strategies"],
@@ -68,12 +68,12 @@ def test_sweep_has_both_metrics_percentiles_and_kinds_of_load() -> None:
 
 
 def test_same_rows_give_the_same_file() -> None:
-    assert draw(results("compare", PEERS)) == draw(results("compare", PEERS))
+    assert draw(results("compare_amx", PEERS)) == draw(results("compare_amx", PEERS))
 
 
 def test_benchmark_without_a_plot_or_without_rows_has_none() -> None:
     assert draw(results("micro_step", [{"a": 1}])) is None
-    assert draw(results("compare", [])) is None
+    assert draw(results("compare_amx", [])) is None
     assert draw(results("strategies", STRATEGIES[:1])) is None
 
 
