@@ -88,44 +88,20 @@ class WeightCounts:
 
         is_own: a model of ours holds it, which fuses matrices with the same inputs and whose routers adapters change.
         """
-        counts: Counter[str] = Counter()
-        matrices: dict[str, list[_Part]] = defaultdict(list)
-        """By what is fused in one."""
+        counting = _Counting(hidden_size, is_own=is_own)
         for module, parts in _modules(tensors, layers):
             if tied and is_head(module):
                 continue
             suffix = next((each for each in _VALUES if each in parts), None)
-            dense = {each: part for each, part in parts.items() if each not in SUFFIXES and _is_loaded(part)}
-            if suffix is not None:
-                values, form = parts[suffix], None
-                if quantization is not None and (is_quantized(parts) or values.dtype not in FLOAT_BYTES):
-                    refuse_embedding(module)
-                    form = quantization.format_of(module)
-                if form is None or len(values.shape) != 2:
-                    dense[suffix] = values
-                else:
-                    shape = (values.nbytes, 1) if form.is_table else (values.shape[0], values.shape[1])
-                    outputs, inputs = form.shape_of(suffix, shape, hidden_size)
-                    counts.update(_adapted(module, outputs, inputs))
-                    if _OF_LATENTS.search(module):
-                        counts["other_parameters"] += outputs * inputs
-                        continue
-                    scale = next((parts[each].dtype for each in _SCALES if each in parts), "F16")
-                    matrix = _Part(module, outputs, inputs, form, FLOAT_BYTES.get(scale, 2))
-                    matrices[_fused(module, is_own=is_own)].append(matrix)
-            for each, part in dense.items():
-                outputs = _outputs(module, part, is_weight=each == suffix)
-                if each == suffix and len(part.shape) == 2:
-                    matrices[_fused(module, is_own=is_own)].append(_Part(module, part.shape[0], part.shape[1]))
-                is_layer = each == suffix or len(part.shape) > _MATRIX_DIMENSIONS  # not experts of DBRX
-                is_adapted = is_own or not _ROUTER.search(module) or _LINEAR_ROUTER.search(module)
-                if is_layer and is_adapted:
-                    counts.update(_adapted(module if each == suffix else f"{module}.{each}", *part.shape))
-                counts["plain_outputs"] += outputs
-                counts["plain_parameters" if outputs else "other_parameters"] += part.elements
-        for fused in matrices.values():
-            counts.update(_quantized(sorted(fused)))
-        return cls(**counts)
+            form = None if suffix is None else _format_of(module, parts, parts[suffix], quantization)
+            if suffix is not None and form is not None:
+                counting.add_quantized(module, parts, suffix, form)
+            for each, tensor in parts.items():
+                if each == suffix and form is None:
+                    counting.add_dense(module, tensor)
+                elif each not in (suffix, *SUFFIXES) and _is_loaded(tensor):
+                    counting.add_dense(module, tensor, of=each)
+        return cls(**counting.totals())
 
     @property
     def parameters(self) -> int:
@@ -175,6 +151,56 @@ class _Part(NamedTuple):
     inputs: int
     form: WeightFormat | None = None
     scale_bytes: int = 0
+
+
+class _Counting:
+    """Adds up the tensors of a checkpoint: the fields of `WeightCounts`."""
+
+    def __init__(self, hidden_size: int, *, is_own: bool) -> None:
+        self._hidden_size = hidden_size
+        self._is_own = is_own
+        self._counts: Counter[str] = Counter()
+        self._matrices: dict[str, list[_Part]] = defaultdict(list)
+        """By what is fused in one."""
+
+    def add_quantized(self, module: str, parts: Mapping[str, StoredTensor], suffix: str, form: WeightFormat) -> None:
+        values = parts[suffix]
+        shape = (values.nbytes, 1) if form.is_table else (values.shape[0], values.shape[1])
+        outputs, inputs = form.shape_of(suffix, shape, self._hidden_size)
+        self._counts.update(_adapted(module, outputs, inputs))
+        if _OF_LATENTS.search(module):
+            self._counts["other_parameters"] += outputs * inputs
+            return
+        scale = next((parts[each].dtype for each in _SCALES if each in parts), "F16")
+        self._add_part(_Part(module, outputs, inputs, form, FLOAT_BYTES.get(scale, 2)))
+
+    def add_dense(self, module: str, tensor: StoredTensor, of: str | None = None) -> None:
+        """A module's weight, or its tensor of another suffix."""
+        is_weight = of is None
+        if is_weight and len(tensor.shape) == _MATRIX_DIMENSIONS:
+            self._add_part(_Part(module, tensor.shape[0], tensor.shape[1]))
+        is_layer = is_weight or len(tensor.shape) > _MATRIX_DIMENSIONS  # not experts of DBRX
+        if is_layer and (self._is_own or not _ROUTER.search(module) or _LINEAR_ROUTER.search(module)):
+            self._counts.update(_adapted(module if is_weight else f"{module}.{of}", *tensor.shape))
+        outputs = _outputs(module, tensor, is_weight=is_weight)
+        self._counts["plain_outputs"] += outputs
+        self._counts["plain_parameters" if outputs else "other_parameters"] += tensor.elements
+
+    def _add_part(self, part: _Part) -> None:
+        self._matrices[_fused(part.module, is_own=self._is_own)].append(part)
+
+    def totals(self) -> Counter[str]:
+        return sum((Counter(_quantized(sorted(fused))) for fused in self._matrices.values()), start=self._counts)
+
+
+def _format_of(
+    module: str, parts: Mapping[str, StoredTensor], values: StoredTensor, quantization: QuantizationConfig | None
+) -> WeightFormat | None:
+    """None: the module's values are dense."""
+    if quantization is None or not (is_quantized(parts) or values.dtype not in FLOAT_BYTES):
+        return None
+    refuse_embedding(module)
+    return quantization.format_of(module) if len(values.shape) == _MATRIX_DIMENSIONS else None
 
 
 def _fused(module: str, *, is_own: bool) -> str:
