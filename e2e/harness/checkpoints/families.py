@@ -240,7 +240,7 @@ OTHERS = {
     "dbrx, experts of all in one matrix": Family(
         "dbrx",
         {
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 1},
             "d_model": 48,
             "ffn_config": {"ffn_hidden_size": 80, "moe_num_experts": 4, "moe_top_k": 2},
         },
