@@ -247,6 +247,12 @@ OTHERS = {
         rewrite={"num_key_value_heads": None},
     ),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 16}),
+    "exaone, names of its own": Family("exaone", PADDING),
+    "sarvam-moe, queries, keys and values in one matrix": Family(
+        "sarvam_moe", {**EXPERTS, "n_routed_experts": 4, "head_dim": 16, **PADDING}
+    ),
+    "sarvam-mla, latent attention": Family("sarvam_mla", LATENT),
+    "apertus-1.5": Family("apertus1p5_text", PADDING),
 }
 
 

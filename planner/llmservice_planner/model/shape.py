@@ -120,6 +120,7 @@ class ModelShape(Dimensions):
             hidden_size=self.hidden_size,
             tied=tied,
             is_own=self._is_own,
+            splits_queries=self.architecture == "sarvam_moe",
         )
         head = (self.hidden_size + self.vocab_size) * tied
         counts = replace(counts, adapted_features=counts.adapted_features + head)

@@ -83,12 +83,14 @@ class WeightCounts:
         hidden_size: int,
         tied: bool,
         is_own: bool = False,
+        splits_queries: bool = False,
     ) -> WeightCounts:
         """From the headers of a checkpoint of so many `layers`; a head of its own is not loaded where it is `tied`.
 
         is_own: a model of ours holds it, which fuses matrices with the same inputs and whose routers adapters change.
+        splits_queries: it has queries, keys and values in one matrix, and transformers' model in three.
         """
-        counting = _Counting(hidden_size, is_own=is_own)
+        counting = _Counting(hidden_size, is_own=is_own, splits_queries=splits_queries)
         for module, parts in _modules(tensors, layers):
             if tied and is_head(module):
                 continue
@@ -156,9 +158,10 @@ class _Part(NamedTuple):
 class _Counting:
     """Adds up the tensors of a checkpoint: the fields of `WeightCounts`."""
 
-    def __init__(self, hidden_size: int, *, is_own: bool) -> None:
+    def __init__(self, hidden_size: int, *, is_own: bool, splits_queries: bool) -> None:
         self._hidden_size = hidden_size
         self._is_own = is_own
+        self._splits_queries = splits_queries
         self._counts: Counter[str] = Counter()
         self._matrices: dict[str, list[_Part]] = defaultdict(list)
         """By what is fused in one."""
@@ -167,7 +170,7 @@ class _Counting:
         values = parts[suffix]
         shape = (values.nbytes, 1) if form.is_table else (values.shape[0], values.shape[1])
         outputs, inputs = form.shape_of(suffix, shape, self._hidden_size)
-        self._counts.update(_adapted(module, outputs, inputs))
+        self._add_features(module, outputs, inputs)
         if _OF_LATENTS.search(module):
             self._counts["other_parameters"] += outputs * inputs
             return
@@ -181,10 +184,15 @@ class _Counting:
             self._add_part(_Part(module, tensor.shape[0], tensor.shape[1]))
         is_layer = is_weight or len(tensor.shape) > _MATRIX_DIMENSIONS  # not experts of DBRX
         if is_layer and (self._is_own or not _ROUTER.search(module) or _LINEAR_ROUTER.search(module)):
-            self._counts.update(_adapted(module if is_weight else f"{module}.{of}", *tensor.shape))
+            self._add_features(module if is_weight else f"{module}.{of}", *tensor.shape)
         outputs = _outputs(module, tensor, is_weight=is_weight)
         self._counts["plain_outputs"] += outputs
         self._counts["plain_parameters" if outputs else "other_parameters"] += tensor.elements
+
+    def _add_features(self, module: str, *shape: int) -> None:
+        self._counts.update(_adapted(module, *shape))
+        if self._splits_queries and module.endswith(".query_key_value"):
+            self._counts["adapted_features"] += 2 * shape[-1]
 
     def _add_part(self, part: _Part) -> None:
         self._matrices[_fused(part.module, is_own=self._is_own)].append(part)

@@ -107,6 +107,13 @@ class QuantizedWeight:
         zeros = None if self.zeros is None else self.zeros.repeat_interleave(self.rows, 0)[:outputs]
         return replace(self, scales=self.scales.repeat_interleave(self.rows, 0)[:outputs], zeros=zeros, rows=1)
 
+    def outputs(self, first: int, end: int) -> Self:
+        """Some of the outputs."""
+        whole = self.by_row()
+        names = ("values", "scales", "zeros", "output_scales")
+        parts = {name: part[first:end] for name in names if (part := getattr(whole, name)) is not None}
+        return replace(whole, **parts)
+
     @classmethod
     def int8(cls, weight: torch.Tensor) -> Self:
         """A dense matrix, quantised with a scale for each output, for products with 8-bit activations."""

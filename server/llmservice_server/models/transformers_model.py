@@ -6,13 +6,15 @@ Its attention layers call the function that is registered with transformers' `At
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -255,10 +257,7 @@ class Replaced(NamedTuple):
 
 def replaced_weights(folder: Path) -> Iterator[Replaced]:
     """Of a model that `examine` has found fit to be served."""
-    _, text = read_configs(folder)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
-    with torch.device("meta"):
-        model = model_class._from_config(text)
+    model = _without_memory(folder)
     pass_latents(model)
     for module, name, _ in _parts_of(model):
         if _gate_of(module) is None:
@@ -268,6 +267,38 @@ def replaced_weights(folder: Path) -> Iterator[Replaced]:
             shape = tuple(getattr(module, stack).shape)
             modules = [[f"{name}.{expert}.{part}" for part in parts] for expert in range(shape[0])]
             yield Replaced(f"{name}.{stack}", shape, modules)
+
+
+def renamed_modules(folder: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """What transformers' model calls modules of a checkpoint: several where it splits a matrix by its outputs."""
+    transforms = get_model_conversion_mapping(_without_memory(folder))
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    splits = [each for each in transforms if isinstance(each, WeightConverter) and _splits_outputs(each)]
+    return {name: _renamed(f"{name}.weight", renamings, splits) for name in names}
+
+
+def _splits_outputs(converter: Any) -> bool:
+    return all(type(each).__name__ in ("Split", "Chunk") and each.dim == 0 for each in converter.operations)
+
+
+def _renamed(tensor: str, renamings: Sequence[Any], splits: Sequence[Any]) -> list[str]:
+    for renaming in renamings:
+        tensor, _ = renaming.rename_source_key(tensor)
+    for split in splits:
+        first, source = split.rename_source_key(tensor)
+        if source is not None:
+            return [
+                first.replace(split.target_patterns[0], target).removesuffix(".weight")
+                for target in split.target_patterns
+            ]
+    return [tensor.removesuffix(".weight")]
+
+
+def _without_memory(folder: Path) -> Any:
+    _, text = read_configs(folder)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    with torch.device("meta"):
+        return model_class._from_config(text)
 
 
 def _parts_of(model: torch.nn.Module) -> Iterator[tuple[Any, str, Callable[[torch.nn.Module], None]]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -52,6 +53,7 @@ from llmservice_server.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from llmservice_server.models.transformers_config import TransformersConfig
+    from llmservice_server.models.transformers_model import Replaced
 
 _LOG = logging.getLogger(__name__)
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
@@ -171,17 +173,18 @@ class Checkpoint:
 
         Each of these is read when it is put in its place.
         """
-        from llmservice_server.models.transformers_model import TransformersModel
+        from llmservice_server.models.transformers_model import TransformersModel, replaced_weights
 
         stored = self._modules(every=False) if config.quantization is not None else {}
-        names = {place_of(name): name for name in stored}
+        replaced = [*replaced_weights(self.folder)] if stored else []
+        places = self._places(stored, replaced)
         matrices = _Matrices(config.quantization, stored, TensorReader())
 
         def is_stored(modules: Sequence[str]) -> bool:
-            return names.keys() >= {*map(place_of, modules)}
+            return places.keys() >= {*map(place_of, modules)}
 
         def quantized_of(modules: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-            parts = [matrices.quantized(names[place_of(each)]) for each in modules] if is_stored(modules) else []
+            parts = [matrices.at(places[place_of(each)]) for each in modules] if is_stored(modules) else []
             if not parts and (form.quantization != "int8" or not is_linear(modules[0], len(weight))):
                 return None  # it stays as it is
             expected = len(weight) // len(modules), weight.shape[1]
@@ -190,32 +193,46 @@ class Checkpoint:
                     raise ModelLoadError(f"{module} has the shape {[*part.shape]}, config.json makes it {[*expected]}")
             return form.linear(parts or [weight], None if bias is None else bias.to(form.device))
 
-        found = self._for_transformers(names, matrices, is_stored, form.dtype) if stored else None
+        found = self._for_transformers(places, matrices, replaced, form.dtype) if stored else None
         return TransformersModel.load(self.folder, config, form.dtype, form.device, quantized_of, found, max_model_len)
+
+    def _places(self, stored: Iterable[str], replaced: Sequence[Replaced]) -> dict[str, _Place]:
+        """Where transformers' model has these quantised modules, by `place_of`."""
+        from llmservice_server.models.transformers_model import renamed_modules
+
+        sizes = {place_of(name): each.shape[0] for each in replaced for modules in each.modules for name in modules}
+        places = {}
+        for name, modules in (renamed_modules(self.folder, stored) if replaced else {}).items():
+            if len(modules) == 1:
+                places[place_of(modules[0])] = _Place(name)
+            elif sizes.keys() >= {*map(place_of, modules)}:
+                ends = [*accumulate(sizes[place_of(module)] for module in modules)]
+                for module, first, end in zip(modules, [0, *ends], ends, strict=False):
+                    places[place_of(module)] = _Place(name, (first, end))
+            else:
+                places[place_of(name)] = _Place(name)
+        return places
 
     def _for_transformers(
         self,
-        names: Mapping[str, str],
+        places: Mapping[str, _Place],
         matrices: _Matrices,
-        is_stored: Callable[[Sequence[str]], bool],
+        replaced: Sequence[Replaced],
         dtype: torch.dtype,
     ) -> dict[str, torch.Tensor]:
-        """A quantised checkpoint's tensors: those that will be replaced without memory, other matrices dense.
-
-        names: of the quantised modules, by their place.
-        """
-        from llmservice_server.models.transformers_model import replaced_weights
-
+        """A quantised checkpoint's tensors: those that will be replaced without memory, other matrices dense."""
         found, taken = {}, set[str]()
-        for name, shape, replaced in replaced_weights(self.folder):
-            if all(map(is_stored, replaced)):
+        for name, shape, modules in replaced:
+            places_of = [place_of(module) for parts in modules for module in parts]
+            if places.keys() >= {*places_of}:
                 found[name] = torch.empty((), dtype=dtype).expand(shape)
-                taken.update(place_of(module) for modules in replaced for module in modules)
+                taken.update(places_of)
         whole = {_NUMBER_OF_EXPERT.sub("", place) for place in taken}
-        for place in names.keys() - taken:
+        for place in places.keys() - taken:
+            name = places[place].module
             if _NUMBER_OF_EXPERT.sub("", place) in whole:
-                raise ModelLoadError(f"{self.folder} holds {names[place]}, for which config.json has too few experts")
-            found[f"{names[place]}.weight"] = matrices.quantized(names[place]).dequantize(dtype)
+                raise ModelLoadError(f"{self.folder} holds {name}, for which config.json has too few experts")
+            found[f"{name}.weight"] = matrices.quantized(name).dequantize(dtype)
         for name, stored in self.tensors:
             module, suffix = module_and_suffix(name)
             if (module in matrices.stored and suffix in SUFFIXES) or SUPERFLUOUS.search(name):
@@ -343,6 +360,14 @@ class Checkpoint:
             )
 
 
+class _Place(NamedTuple):
+    """The quantised module of a checkpoint that has a matrix of transformers' model."""
+
+    module: str
+    outputs: tuple[int, int] | None = None
+    """First and end; None: all."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Matrices:
     """Reads the matrices of modules as the checkpoint's `quantization` says."""
@@ -350,6 +375,11 @@ class _Matrices:
     quantization: QuantizationConfig | None
     stored: _Modules
     reader: TensorReader
+
+    def at(self, place: _Place) -> QuantizedWeight:
+        """Raises `ModelLoadError`."""
+        whole = self.quantized(place.module)
+        return whole if place.outputs is None else whole.outputs(*place.outputs)
 
     def quantized(self, name: str) -> QuantizedWeight:
         """Raises `ModelLoadError`."""
