@@ -192,9 +192,14 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_own(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json names an architecture that is implemented here, or a value that names none at all."""
+    """Whether config.json names an architecture that is implemented here, or a value that names none at all.
+
+    Not where it is of another kind, whose tensors have other names: transformers has EXAONE as a Llama.
+    """
     if text_part(raw) is not None:
         return True
+    if isinstance(kind := raw.get("model_type"), str) and kind not in FAMILIES:
+        return False
     named = raw.get("architectures") or []
     return not isinstance(named, list) or not named or any(_with_head(each) in SERVED for each in named)
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from llmservice_server.models.architectures import ARCHITECTURES
-from llmservice_server.models.config import SERVED, ModelConfig
+from llmservice_server.models.config import SERVED, ModelConfig, is_own
 from llmservice_server.types.errors import ModelLoadError
 
 SHAPE = {
@@ -118,3 +118,9 @@ def test_what_the_operator_accepts_has_a_model() -> None:
 def test_the_page_about_models_names_every_architecture() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     assert [name for name in SERVED if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("llama", True), ("mistral", True), (None, True), ("exaone", False)])
+def test_a_model_of_another_kind_is_not_of_our_own_whatever_it_names(kind: str | None, expected: bool) -> None:
+    """transformers saves EXAONE as a LlamaForCausalLM, with tensors of other names."""
+    assert is_own({"architectures": ["LlamaForCausalLM"], "model_type": kind}) == expected

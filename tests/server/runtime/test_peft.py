@@ -60,7 +60,7 @@ CHOSEN = {
     *("gpt2, learned positions and transposed matrices", "opt", "cohere2, layers without positions"),
 }
 REFUSING = (
-    *("mistral4", "deepseek", "glm-4.7", "longcat", "minicpm3", "youtu"),
+    *("mistral4", "deepseek", "glm-4.7", "longcat", "minicpm3", "sarvam-mla", "youtu"),
     *("phimoe", "olmoe", "glm4-moe", "ernie4.5-moe", "minimax-m2"),
 )
 ALL_LINEAR = [pytest.param(family, marks=() if family in CHOSEN else pytest.mark.soak) for family in FAMILIES | OTHERS]
