@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import urllib.parse
 from importlib.util import find_spec
 from pathlib import Path
 
 from llmservice_bench.record import FORM
-from llmservice_planner.command import Command, CommandError
-
-
-def positive(text: str) -> float:
-    """An argparse type: a number above 0, possibly infinite."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return value
+from llmservice_planner.command import Command, CommandError, number, whole_number
 
 
 def server_root(text: str) -> str:
@@ -42,6 +27,10 @@ def server_root(text: str) -> str:
     return text.rstrip("/").removesuffix("/v1")
 
 
+def _or_infinite(text: str) -> float:
+    return math.inf if text == "inf" else number(text)
+
+
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", type=server_root, default="http://127.0.0.1:8080", help="of the server, with or without /v1"
@@ -52,14 +41,12 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable that holds the API key"
     )
-    parser.add_argument(
-        "--timeout", type=positive, default=600.0, metavar="SECONDS", help="longer requests have failed"
-    )
+    parser.add_argument("--timeout", type=number, default=600.0, metavar="SECONDS", help="longer requests have failed")
 
 
 def _add_requests(parser: argparse.ArgumentParser, trace: str) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help=trace)
-    parser.add_argument("--scale", type=positive, default=1.0, help="multiply the trace's lengths by this")
+    parser.add_argument("--scale", type=number, default=1.0, help="multiply the trace's lengths by this")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same requests")
 
 
@@ -89,22 +76,24 @@ def _add_serve(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_target(parser)
     _add_requests(parser, "lengths of the requests and, without --request-rate and --concurrency, their times")
-    parser.add_argument("--time-scale", type=positive, help="multiply the trace's times: 0.1 is 10x as fast")
-    parser.add_argument("--request-rate", type=positive, metavar="R", help="requests a second (or inf)")
+    parser.add_argument("--time-scale", type=number, help="multiply the trace's times: 0.1 is 10x as fast")
+    parser.add_argument("--request-rate", type=_or_infinite, metavar="R", help="requests a second (or inf)")
     parser.add_argument(
         "--burstiness",
-        type=positive,
+        type=number,
         metavar="B",
         help="shape of the Gamma distributed gaps: 1 Poisson (the default), below 1 burstier",
     )
-    parser.add_argument("--concurrency", type=positive_int, metavar="N", help="at most N requests in flight")
+    parser.add_argument("--concurrency", type=whole_number, metavar="N", help="at most N requests in flight")
     parser.add_argument(
         "--num-prompts",
-        type=positive_int,
+        type=whole_number,
         metavar="N",
         help="end after N; default: 200, or determined by --trace or --duration",
     )
-    parser.add_argument("--duration", type=positive, metavar="SECONDS", help="send no more requests after this time")
+    parser.add_argument(
+        "--duration", type=_or_infinite, metavar="SECONDS", help="send no more requests after this time"
+    )
     _add_report(parser)
     parser.set_defaults(run_bench=_run_serve)
 
@@ -130,10 +119,10 @@ def _add_sweep(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_target(parser)
     _add_requests(parser, "lengths of the requests (default: the bundled sample)")
-    parser.add_argument("--seconds", type=positive, default=10.0, help="duration of each run")
+    parser.add_argument("--seconds", type=number, default=10.0, help="duration of each run")
     parser.add_argument(
         "--concurrency",
-        type=positive_int,
+        type=whole_number,
         nargs="+",
         metavar="N",
         default=[1, 4, 16, 64],
@@ -141,7 +130,7 @@ def _add_sweep(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--load",
-        type=positive,
+        type=number,
         nargs="+",
         metavar="SHARE",
         default=[0.5, 0.8, 0.95, 1.2],
@@ -149,9 +138,9 @@ def _add_sweep(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_report(parser)
     parser.add_argument("--share", type=_share, default=0.99, help="share of the requests that must keep --goodput")
-    parser.add_argument("--tolerance", type=positive, default=0.05, help="relative tolerance of the highest rate")
+    parser.add_argument("--tolerance", type=number, default=0.05, help="relative tolerance of the highest rate")
     parser.add_argument(
-        "--limit", type=positive, default=600.0, metavar="SECONDS", help="start no run of the search later"
+        "--limit", type=_or_infinite, default=600.0, metavar="SECONDS", help="start no run of the search later"
     )
     parser.add_argument("--plot", type=_svg, metavar="FILE.svg", help="write a plot of the curve")
     parser.set_defaults(run_bench=_run_sweep)
@@ -192,19 +181,19 @@ def _add_profile(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: the checkpoint's"
     )
-    parser.add_argument("--threads", type=positive_int, help="default: one per core")
+    parser.add_argument("--threads", type=whole_number, help="default: one per core")
     parser.add_argument(
         "--batches",
-        type=positive_int,
+        type=whole_number,
         nargs="+",
         metavar="N",
         default=[1, 8, 32, 64],
         help="batch sizes of decode steps",
     )
-    parser.add_argument("--context", type=positive_int, default=128, help="tokens per decoding sequence")
+    parser.add_argument("--context", type=whole_number, default=128, help="tokens per decoding sequence")
     parser.add_argument(
         "--prompts",
-        type=positive_int,
+        type=whole_number,
         nargs="+",
         metavar="N",
         default=[128, 512, 1024],

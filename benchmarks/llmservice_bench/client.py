@@ -201,8 +201,8 @@ async def measure_word_rate(session: aiohttp.ClientSession, target: Target, rng:
                 if response.status != 200:
                     raise TargetError(f"{target.endpoint} answered {response.status}: {(await response.text())[:300]}")
                 counts.append((await response.json())["usage"]["prompt_tokens"])
-        except aiohttp.ClientError as error:
-            raise TargetError(f"cannot reach {target.endpoint}: {error}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise TargetError(f"cannot reach {target.endpoint}: {str(error) or 'it did not answer in time'}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise TargetError(f"{target.endpoint} does not report usage.prompt_tokens") from error
     try:

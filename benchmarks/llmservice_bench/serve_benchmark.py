@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from llmservice_bench.drive import Load, drive, open_session, progress_bar
 from llmservice_bench.record import LatencyTargets
 from llmservice_bench.report import Report, machine
 from llmservice_bench.trace import SAMPLE, Lengths, read_arrivals, read_trace
-from llmservice_planner.command import CommandError
+from llmservice_planner.command import CommandError, check_output, write_output
 
 DEFAULT_NUM_PROMPTS = 200
 
@@ -27,6 +26,7 @@ def run_serve_benchmark(args: argparse.Namespace) -> int:
     Raises:
         CommandError: an argument, the trace or the server is unusable, or the result cannot be written.
     """
+    check_output(args.result)
     try:
         load = load_of(args)
         targets = LatencyTargets.parse(args.goodput) if args.goodput else None
@@ -40,7 +40,7 @@ def run_serve_benchmark(args: argparse.Namespace) -> int:
         print(f"{args.model} at {args.url}, from {from_where()}")
         print("\n".join(report.lines()))
     if args.result:
-        write_file(args.result, result + "\n")
+        write_output(args.result, result + "\n")
     return 1 if report.failed else 0
 
 
@@ -77,14 +77,6 @@ def target_of(args: argparse.Namespace) -> Target:
     key = os.environ.get(args.api_key_env)
     headers = (("Authorization", f"Bearer {key}"),) if key else ()
     return Target(args.url, args.model, chat=args.chat, ignore_eos=args.ignore_eos, headers=headers)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file; raises CommandError if that fails."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def from_where() -> str:

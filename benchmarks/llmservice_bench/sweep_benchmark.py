@@ -14,10 +14,10 @@ from llmservice_bench.client import Target, TargetError, measure_word_rate
 from llmservice_bench.drive import Load, drive, open_session, progress_bar
 from llmservice_bench.record import LatencyTargets, RequestRecord
 from llmservice_bench.report import Report, machine
-from llmservice_bench.serve_benchmark import from_where, lengths_of, target_of, write_file
+from llmservice_bench.serve_benchmark import from_where, lengths_of, target_of
 from llmservice_bench.sweep import Measure, Point, Sweep, SweepPlan
 from llmservice_bench.trace import SAMPLE
-from llmservice_planner.command import CommandError
+from llmservice_planner.command import CommandError, check_output, write_output
 
 WARM_UP_REQUESTS = 16
 
@@ -28,6 +28,8 @@ def run_sweep_benchmark(args: argparse.Namespace) -> int:
     Raises:
         CommandError: an argument, the trace or the server is unusable, or a file cannot be written.
     """
+    for path in (args.result, args.plot):
+        check_output(path)
     shown = args.output == "table"
     try:
         plan = _plan(args)
@@ -42,11 +44,11 @@ def run_sweep_benchmark(args: argparse.Namespace) -> int:
     elif sweep.highest_rate:
         print(sweep.highest_rate.line())
     if args.result:
-        write_file(args.result, result + "\n")
+        write_output(args.result, result + "\n")
     if args.plot:
         from llmservice_bench.plots import draw_sweep
 
-        write_file(args.plot, draw_sweep(sweep.as_dict()["rows"], f"{args.model}, {from_where()}", plan.targets))
+        write_output(args.plot, draw_sweep(sweep.as_dict()["rows"], f"{args.model}, {from_where()}", plan.targets))
     return 1 if any(point.report.failed for point in sweep.points) else 0
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 GROUP = "llmservice.commands"
@@ -106,12 +107,40 @@ def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
     return parser
 
 
+def check_output(path: Path | None) -> None:
+    """Raises `CommandError` if that file cannot be written, before anything is computed."""
+    if path is not None and path.is_dir():
+        raise CommandError(f"{path} is a folder: give the name of a file")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CommandError(f"{path.absolute().parent} is no folder: create it, or give another path")
+
+
+def write_output(path: Path, text: str) -> None:
+    """Raises `CommandError`."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
 def duration(text: str) -> float:
     """Seconds, from a flag's 80ms, 2s, 5m, 1h or plain number of seconds."""
     for suffix, seconds in (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)):
         if text.endswith(suffix):
             return positive(text.removesuffix(suffix), text, "a time such as 80ms") * seconds
     return positive(text, text, "a time such as 80ms")
+
+
+def number(text: str) -> float:
+    """A flag's number above 0."""
+    return positive(text, text, "a number above 0")
+
+
+def whole_number(text: str) -> int:
+    """A flag's whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def port(text: str) -> int:

@@ -27,6 +27,8 @@ class WordServer:
     cut_every: int | None = None
     """One of this many streams breaks off at its start."""
     usage: bool = True
+    wait_s: float = 0.0
+    """Before each answer."""
     garbage: bytes | None = None
     """Sent as the first event of each stream."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -38,6 +40,7 @@ class WordServer:
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
+        await asyncio.sleep(self.wait_s)
         if self.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.status)
         chat = request.path.endswith("chat/completions")

@@ -77,8 +77,6 @@ async def test_result_is_written_beside_the_table(
     assert "requests completed" in captured.out
     assert captured.err == "", "without a terminal there is no progress bar"
     assert json.loads((tmp_path / "run.json").read_text())["completed"] == 2
-    assert await bench(*flags, str(tmp_path / "absent" / "run.json")) == 2
-    assert "cannot write" in capsys.readouterr().err
 
 
 async def test_a_client_s_base_url_is_accepted(server: Any) -> None:
@@ -111,6 +109,8 @@ async def test_key_may_have_another_name(server: Any, monkeypatch: pytest.Monkey
         (("--time-scale", "2"), "--time-scale stretches the times of --trace"),
         (("--burstiness", "2"), "--burstiness shapes the gaps of --request-rate"),
         (("--goodput", "speed:5"), "cannot read the target 'speed:5'"),
+        (("--result", "/absent/run.json"), "/absent is no folder: create it"),
+        (("--result", "."), ". is a folder: give the name of a file"),
     ],
 )
 async def test_user_errors_are_one_message(
@@ -118,6 +118,20 @@ async def test_user_errors_are_one_message(
 ) -> None:
     assert await bench(*flags) == 2
     assert complaint in capsys.readouterr().err
+
+
+async def test_a_server_that_does_not_answer_in_time_is_named(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.wait_s = 5.0
+    assert await bench("--url", server.url, "--timeout", "0.05") == 2
+    assert f"cannot reach {server.url}/v1/completions: it did not answer in time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--scale", "--timeout", "--time-scale", "--burstiness"])
+@pytest.mark.parametrize("value", ["inf", "nan", "many"])
+async def test_what_is_no_finite_number_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        await bench(flag, value)
+    assert f"argument {flag}: {value!r} is not a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--request-rate", "--burstiness", "--scale", "--concurrency", "--num-prompts"])

@@ -56,6 +56,15 @@ async def test_unreachable_server_is_one_error_message(capsys: pytest.CaptureFix
     assert "cannot reach http://127.0.0.1:1/v1/completions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--result", "--plot"])
+async def test_a_file_that_cannot_be_written_is_refused_before_the_sweep(
+    server: Any, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await sweep("--url", server.url, flag, "/absent/curve.svg") == 2
+    assert capsys.readouterr().err == "llmservice bench: /absent is no folder: create it, or give another path\n"
+    assert server.bodies == []
+
+
 async def test_a_plot_of_another_format_is_refused_before_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         await sweep("--plot", "curve.pdf")

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmservice_bench.bench_command import positive, positive_int, server_root
-from llmservice_planner.command import Command, CommandError
+from llmservice_bench.bench_command import server_root
+from llmservice_planner.command import Command, CommandError, check_output, number, whole_number, write_output
 from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_planner.sizing.gpu import UnknownGPU, find_gpu
 from llmservice_planner.sizing.latency import LatencyModel
@@ -47,11 +47,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="where a server of ours answers GET /sizing, if not at --url",
     )
-    parser.add_argument("--seconds", type=positive, default=45.0, help="measure for about so long (default: 45)")
-    parser.add_argument("--max-num-seqs", type=positive_int, metavar="N", help="largest batch; default: the server's")
+    parser.add_argument("--seconds", type=number, default=45.0, help="measure for about so long (default: 45)")
+    parser.add_argument("--max-num-seqs", type=whole_number, metavar="N", help="largest batch; default: the server's")
     parser.add_argument(
         "--step-tokens",
-        type=positive_int,
+        type=whole_number,
         default=_STEP_TOKENS,
         metavar="N",
         help="prompt tokens that a step computes at most, for servers that are not ours (default: 2048)",
@@ -63,7 +63,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the model's folder, for servers that are not ours: mixtures of experts and sliding windows need it",
     )
     parser.add_argument("--gpu", metavar="PRODUCT", help="also print how far the planner's default for this GPU is off")
-    parser.add_argument("--gpu-count", type=positive_int, default=1, metavar="N", help="GPUs that share the model")
+    parser.add_argument("--gpu-count", type=whole_number, default=1, metavar="N", help="GPUs that share the model")
     parser.add_argument("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
     parser.add_argument(
         "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable that holds the API key"
@@ -87,10 +87,7 @@ def _run(args: argparse.Namespace) -> int:
     from llmservice_bench.calibration.fit import TooFewSamplesError
     from llmservice_bench.client import TargetError
 
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise CommandError(f"{args.output.absolute().parent} is no folder: create it, or give another -o")
-    if args.output is not None and args.output.is_dir():
-        raise CommandError(f"{args.output} is a folder: give the name of a file as -o")
+    check_output(args.output)
     try:
         found = asyncio.run(_calibrate(args))
     except (TargetError, ShapeError, UnknownGPU) as error:
@@ -99,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
         raise CommandError(f"{error}: give more --seconds, or a server that is not busy") from error
     print(_report(args, found))
     if args.output is not None:
-        args.output.write_text(json.dumps(_file(args, found), indent=2) + "\n")
+        write_output(args.output, json.dumps(_file(args, found), indent=2) + "\n")
         print(f"\nwritten to {args.output}")
     poor = [kind for kind, errors in found.fit.held_out.items() if errors.median > _POOR]
     if poor:

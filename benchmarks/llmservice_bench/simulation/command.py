@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmservice_planner.command import Command, CommandError, duration, positive
+from llmservice_planner.command import Command, CommandError, check_output, duration, number, write_output
 from llmservice_planner.traffic.traces import FORMATS
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def _add_events(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--initial", type=_count, metavar="N", help="replicas that are ready at the start (default: minReplicas)"
     )
-    group.add_argument("--time-scale", type=_number, default=1.0, metavar="X", help="multiply the trace's times")
+    group.add_argument("--time-scale", type=number, default=1.0, metavar="X", help="multiply the trace's times")
     group.add_argument(
-        "--rate-scale", type=_number, default=1.0, metavar="X", help="requests per second, with the same times of day"
+        "--rate-scale", type=number, default=1.0, metavar="X", help="requests per second, with the same times of day"
     )
     group.add_argument("--duration", type=duration, metavar="TIME", help="end the traffic after this time")
     group.add_argument(
@@ -86,10 +86,6 @@ def _add_events(group: argparse._ArgumentGroup) -> None:
 
 def _durations(text: str) -> tuple[float, ...]:
     return tuple(duration(one.strip()) for one in text.split(","))
-
-
-def _number(text: str) -> float:
-    return positive(text, text, "a number above 0")
 
 
 def _count(text: str) -> int:
@@ -123,8 +119,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         check_path(args.plot)
-    if args.html is not None and not args.html.absolute().parent.is_dir():
-        raise CommandError(f"{args.html.absolute().parent} is no folder: create it, or give another --html FILE")
+    check_output(args.html)
     service = _service(args)
     trace, duration_s = _trace(args, service)
     slo = service.sized.slo
@@ -141,10 +136,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         write(draw(study), args.plot)
     if args.html is not None:
-        try:
-            args.html.write_text(html(study), encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"{args.html} cannot be written: {error.strerror or error}") from error
+        write_output(args.html, html(study))
     if args.output == "json":
         print(json.dumps(_document(study.title, study.assumptions, targets, outcomes), indent=2))
     else:

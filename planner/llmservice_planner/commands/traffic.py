@@ -12,7 +12,7 @@ from pathlib import Path
 from llmservice_planner.capacity.plan import Targets, Traffic
 from llmservice_planner.capacity.recommendations import Recommendation, of_replica, of_traffic
 from llmservice_planner.charts import sparkline
-from llmservice_planner.command import Command, CommandError, duration, positive
+from llmservice_planner.command import Command, CommandError, check_output, duration, whole_number, write_output
 from llmservice_planner.commands.capacity import weights_of
 from llmservice_planner.commands.traffic_report import html_report
 from llmservice_planner.model.shape import ShapeError
@@ -38,7 +38,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, help="of the files; default: by their first line")
     parser.add_argument("--window", type=duration, metavar="TIME", help="of rates over time; default: by the duration")
     parser.add_argument(
-        "--static-batch", type=_count, default=STATIC_BATCH, metavar="N", help="requests of a static batch, for padding"
+        "--static-batch",
+        type=whole_number,
+        default=STATIC_BATCH,
+        metavar="N",
+        help="requests of a static batch, for padding",
     )
     replica = parser.add_argument_group("a replica, for token budget, targets and replicas")
     replica.add_argument("--model", metavar="MODEL", help="a folder, org/name on the hub, or a URI of the CRD")
@@ -54,8 +58,7 @@ def _run(args: argparse.Namespace) -> int:
         raise CommandError("a replica needs both --model and --gpu")
     if args.model is None and (args.ttft_p99 or args.itl_p99):
         raise CommandError("targets are about a replica: give --model and --gpu as well")
-    if args.html is not None and not args.html.absolute().parent.is_dir():
-        raise CommandError(f"{args.html.absolute().parent} is no folder: create it, or give another path to --html")
+    check_output(args.html)
     try:
         statistics = summarise(
             iter_requests(args.files, args.format), window_s=args.window, static_batch=args.static_batch
@@ -65,10 +68,7 @@ def _run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     if args.html is not None:
         names = ", ".join(path.name for path in args.files)
-        try:
-            args.html.write_text(html_report(names, statistics, [*findings(statistics)], recommended), encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"{args.html} cannot be written: {error.strerror or error}") from error
+        write_output(args.html, html_report(names, statistics, [*findings(statistics)], recommended))
     if args.output == "json":
         answer = statistics.to_dict() | {"recommendations": [asdict(each) for each in recommended]}
         print(json.dumps(answer, indent=2))
@@ -154,12 +154,6 @@ def _span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.1f} seconds"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        positive("", text, "a whole number of at least 1")
-    return int(text)
 
 
 COMMAND = Command(
