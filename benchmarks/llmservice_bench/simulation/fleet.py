@@ -109,6 +109,8 @@ class Fleet:
         self.policy = policy
         longest = config.replica.max_request_tokens
         self.requests = [SimulatedRequest.of(number, each, longest) for number, each in enumerate(trace)]
+        for request in self.requests:
+            request.is_measured = request.arrival_s >= warmup_s
         last_s = self.requests[-1].arrival_s if self.requests else 0.0
         self.duration_s = last_s if duration_s is None else duration_s
         self.warmup_s = warmup_s
@@ -135,6 +137,7 @@ class Fleet:
 
     def run(self) -> Outcome:
         """Until all requests have ended, and for the whole duration."""
+        self._at(self.warmup_s, Order.STEP, self._begin_measuring)
         for _ in range(self.config.initial):
             pod = self._create(-self._startup_s())
             self._become_ready(pod, 0.0)
@@ -447,7 +450,7 @@ class Fleet:
             self._count_work(pod)
         return Outcome(
             policy=self.policy.name,
-            requests=[each for each in self.requests if each.arrival_s >= self.warmup_s],
+            requests=[each for each in self.requests if each.is_measured],
             gaps=self._gaps,
             sizes=self._sizes,
             decisions=self._decisions,
@@ -463,10 +466,18 @@ class Fleet:
         ended_s = self.duration_s if pod.ended_s is None else min(pod.ended_s, self.duration_s)
         return max(0.0, ended_s - max(self.warmup_s, pod.created_s))
 
+    def _begin_measuring(self, _now: float) -> None:
+        """The preemptions of the warm-up do not count."""
+        self._num_preemptions = -sum(_preemptions(pod.replica) for pod in self.pods if pod.replica is not None)
+
     def _count_work(self, pod: Pod) -> None:
         if pod.replica is not None:
             self._num_steps += pod.replica.num_steps
-            self._num_preemptions += sum(pod.replica.scheduler.num_preemptions.values())
+            self._num_preemptions += _preemptions(pod.replica)
+
+
+def _preemptions(replica: Replica) -> int:
+    return sum(replica.scheduler.num_preemptions.values())
 
 
 def scrape(replica: Replica, now: float) -> Scrape:

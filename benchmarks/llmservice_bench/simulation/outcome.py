@@ -74,6 +74,7 @@ class Outcome:
     requests: Sequence[SimulatedRequest]
     """That arrived after the warm-up."""
     gaps: GapHistogram
+    """Of these requests."""
     sizes: Sequence[FleetSize]
     decisions: Sequence[DecisionRecord]
     warmup_s: float

@@ -329,7 +329,8 @@ class Replica:
                 self._begin_answer(request, engine_request, now)
             else:
                 gap_s = now - request.last_token_s
-                add_gap(gap_s)
+                if request.is_measured:
+                    add_gap(gap_s)
                 request.late_gaps += gap_s > target_s
             request.num_tokens = count
             request.last_token_s = now
@@ -351,7 +352,9 @@ class Replica:
         self._extend_blocks(requests, more)
         ends_s = [self._ends_s(run, count) for count in (2, steps - 1, steps)]
         first_gap_s, last_gap_s = ends_s[0] - now, ends_s[2] - (ends_s[1] if more > 1 else now)
-        self.gaps.add_ramp(first_gap_s, last_gap_s, more, len(requests))
+        measured = sum(self._simulated[each].is_measured for each in requests)
+        if measured:
+            self.gaps.add_ramp(first_gap_s, last_gap_s, more, measured)
         late = self._late(run, first_gap_s, last_gap_s, more)
         for engine_request in requests:
             request = self._simulated[engine_request]

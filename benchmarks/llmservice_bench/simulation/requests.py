@@ -26,6 +26,8 @@ class SimulatedRequest:
     arrival_s: float
     output_tokens: int
     """Of its answer; the scheduler does not know it."""
+    is_measured: bool = True
+    """Whether it arrives after the warm-up."""
     attempts: int = 0
     lost: int = 0
     """Replicas that were lost while it was there."""

@@ -176,6 +176,19 @@ def test_gpu_time_counts_starts_and_ends_with_the_duration(replica_config: Repli
     assert outcome.gpu_s == pytest.approx(2 * (20.0 + 2 * 10.0))
 
 
+@pytest.mark.parametrize("jumps", [True, False])
+def test_the_times_between_tokens_and_the_preemptions_of_the_warm_up_are_not_measured(
+    replica_config: ReplicaConfig, jumps: bool
+) -> None:
+    config = FleetConfig(replica=replace(replica_config, num_blocks=100, jumps=jumps), initial=1)
+    trace = [*steady(8, 0.01, output=60), TraceRequest(20.0, 20, 30)]
+    whole = Fleet(config, trace, Static(1)).run()
+    assert whole.num_preemptions > 0
+    assert whole.gaps.total == sum(each.num_tokens - 1 for each in whole.requests)
+    measured = Fleet(config, trace, Static(1), warmup_s=15.0).run()
+    assert (measured.num_preemptions, measured.gaps.total) == (0, 29)
+
+
 def test_waits_are_counted_by_lane_and_on_average_shorter_with_the_shortest_answers_first(
     replica_config: ReplicaConfig,
 ) -> None:
