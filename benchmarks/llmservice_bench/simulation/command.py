@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,7 +157,10 @@ def simulate(
     *,
     warmup_s: float = 0.0,
 ) -> list[Outcome]:
-    """One run for each policy. Raises PolicyError, before anything is computed."""
+    """One run for each policy; those of one policy with different options are named with these.
+
+    Raises PolicyError, before anything is computed.
+    """
     from llmservice_bench.simulation.clairvoyant import clairvoyant
     from llmservice_bench.simulation.fleet import Fleet
     from llmservice_bench.simulation.policies import CLAIRVOYANT, make_policy
@@ -169,7 +173,11 @@ def simulate(
             outcomes.append(found.outcome)
         else:
             outcomes.append(Fleet(config, trace, policy, duration_s, warmup_s=warmup_s).run())
-    return outcomes
+    times = Counter(outcome.policy for outcome in outcomes)
+    return [
+        outcome if times[outcome.policy] == 1 else replace(outcome, policy=name)
+        for name, outcome in zip(names, outcomes, strict=True)
+    ]
 
 
 def _service(args: argparse.Namespace) -> Service:
@@ -216,11 +224,14 @@ def _trace(args: argparse.Namespace, service: Service) -> tuple[list[TraceReques
         trace = [each for each in trace if each.arrival_s < duration_s]
     if not trace:
         raise TraceError("the trace has no request within --duration and --rate-scale: raise them")
-    if args.warmup >= (duration_s or trace[-1].arrival_s):
+    lasts_s = duration_s or trace[-1].arrival_s
+    if not lasts_s:
+        raise CommandError("all requests of the trace come at the same time: say how long to simulate with --duration")
+    if args.warmup >= lasts_s:
         raise CommandError(
             f"--warmup {args.warmup:g} s is as long as the traffic: nothing would be measured, shorten it"
         )
-    return trace, duration_s or trace[-1].arrival_s
+    return trace, lasts_s
 
 
 def _fleet(args: argparse.Namespace, service: Service, trace: list[TraceRequest]) -> FleetConfig:

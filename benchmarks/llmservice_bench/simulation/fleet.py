@@ -137,6 +137,7 @@ class Fleet:
 
     def run(self) -> Outcome:
         """Until all requests have ended, and for the whole duration."""
+        self._note(0.0)
         self._at(self.warmup_s, Order.STEP, self._begin_measuring)
         for _ in range(self.config.initial):
             pod = self._create(-self._startup_s())

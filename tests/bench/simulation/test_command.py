@@ -62,6 +62,34 @@ def test_policies_are_compared_on_the_same_traffic(
     assert by_name["clairvoyant"]["gpu_hours"] < by_name["static:3"]["gpu_hours"]
 
 
+def test_options_tell_runs_of_one_policy_apart(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(files, "--compare", "hpa:target=4, hpa:target=8,kpa:target=8", "-o", "json") == 0
+    names = [each["policy"] for each in json.loads(capsys.readouterr().out)["policies"]]
+    assert names == ["hpa:target=4", "hpa:target=8", "kpa"]
+
+
+def test_a_service_that_stays_at_zero_replicas_serves_nothing(
+    files: tuple[Path, Path], manifest: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest["spec"]["autoscaling"]["minReplicas"] = 0
+    files[0].write_text(yaml.safe_dump(manifest))
+    assert simulate(files, "--policy", "hpa") == 0
+    shown = capsys.readouterr().out
+    assert "0.0 (0-0)" in shown
+    assert "400 timed out, such as: no replica became ready within 600 s" in shown
+
+
+def test_requests_that_all_come_at_once_need_a_duration(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[1].write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n")
+    assert simulate(files) == 2
+    assert "all requests of the trace come at the same time: say how long to simulate with --duration" in (
+        capsys.readouterr().err
+    )
+    assert simulate(files, "--duration", "10s") == 0
+
+
 @pytest.mark.slow
 def test_a_page_and_a_plot_are_written(files: tuple[Path, Path], tmp_path: Path) -> None:
     page, plot = tmp_path / "report.html", tmp_path / "plot.svg"
