@@ -110,9 +110,11 @@ async def started(*command: str, environment: Mapping[str, str] | None = None) -
     server = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, env=os.environ | (environment or {})
     )
+    ports: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+    reading = asyncio.create_task(_read_log(server, ports))
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            port, metrics_port, reading = await _ports(server)
+            port, metrics_port = await ports
             await _ready(f"http://127.0.0.1:{port}")
         yield ToyServer(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics", server.pid)
     finally:
@@ -122,20 +124,15 @@ async def started(*command: str, environment: Mapping[str, str] | None = None) -
         await reading
 
 
-async def _ports(server: asyncio.subprocess.Process) -> tuple[int, int, asyncio.Task[None]]:
-    """The ports of the API and of /metrics from the server's log; a task discards the rest of the log."""
-    if server.stdout is None:
-        raise RuntimeError("the server was started without a pipe")
-    stdout = server.stdout
-
-    async def drain() -> None:
-        while await stdout.readline():
-            pass
-
-    async for line in stdout:
-        if found := re.search(rb'"message":"listening".*"port":(\d+),"metrics_port":(\d+)', line):
-            return int(found[1]), int(found[2]), asyncio.create_task(drain())
-    raise SystemExit(f"the server ended with status {await server.wait()}")
+async def _read_log(server: asyncio.subprocess.Process, ports: asyncio.Future[tuple[int, int]]) -> None:
+    """Read the log to its end, and the ports of the API and of /metrics from it: SystemExit where it has none."""
+    assert server.stdout is not None  # noqa: S101 - the process has a pipe
+    async for line in server.stdout:
+        found = re.search(rb'"message":"listening".*"port":(\d+),"metrics_port":(\d+)', line)
+        if found and not ports.done():
+            ports.set_result((int(found[1]), int(found[2])))
+    if not ports.done():
+        ports.set_exception(SystemExit(f"the server ended with status {await server.wait()}"))
 
 
 async def _ready(url: str) -> None:

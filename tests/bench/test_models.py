@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from llmservice_bench.models import SHAPES, checkpoint
+from llmservice_bench.models import SHAPES, checkpoint, started
 from llmservice_planner.model.shape import ModelShape
 from llmservice_server.tiny.model import TinyModelSpec
 
@@ -35,6 +36,12 @@ def test_small_has_the_parameters_the_inner_size_and_the_heads_that_it_says() ->
     shape = ModelShape(**asdict(SHAPES["small"]), intermediate_size=inner, head_dim=head_dim)
     assert (inner, head_dim) == (2048, 64)
     assert shape.num_parameters == pytest.approx(125e6, rel=0.01)
+
+
+async def test_a_server_that_ends_before_it_listens_is_named_with_its_status() -> None:
+    with pytest.raises(SystemExit, match="the server ended with status 3"):
+        async with started(sys.executable, "-c", "raise SystemExit(3)"):
+            pass
 
 
 def test_unknown_shape_and_type_are_refused(tmp_path: Path) -> None:
