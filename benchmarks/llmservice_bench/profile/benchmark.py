@@ -17,6 +17,7 @@ from llmservice_bench.profile.phase import Phase, PhaseLoad
 from llmservice_bench.profile.step_profile import multiply_alone, profile_steps
 from llmservice_bench.report import machine
 from llmservice_planner.command import CommandError
+from llmservice_server.backend.layers import DenseMlp
 from llmservice_server.engine.config import DType, EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.decoder import DecoderModel
@@ -39,6 +40,12 @@ def run_profile_benchmark(args: argparse.Namespace) -> int:
         engine = open_engine(args.model, phases, dtype=args.dtype, threads=args.threads)
     except StartError as error:
         raise CommandError(str(error)) from error
+    model = model_runner(engine).model
+    if not isinstance(model, DecoderModel) or not all(isinstance(layer.mlp, DenseMlp) for layer in model.layers):
+        raise CommandError(
+            f"{args.model} is a mixture of experts or runs by transformers' code, whose operations are not told apart: "
+            "give a dense model of an architecture of our own (docs/models.md)"
+        )
     ceilings, rows = profile_phases(engine, phases)
     if args.output == "json":
         print(json.dumps({"machine": machine(), "ceilings": ceilings.as_dict(), "rows": rows}, indent=2))

@@ -22,10 +22,10 @@ _REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Number of repetitions, of which the best counts."""
+    """The best of several measurements."""
 
-    bandwidth_bytes_per_s: float
-    flops: float  # of a large packed matrix product in `dtype`
+    bandwidth_bytes_per_s: float  # read by all cores
+    flops: float  # operations per second of a large packed matrix product in `dtype`
     dtype: torch.dtype
 
     @classmethod

@@ -31,22 +31,20 @@ class Phase:
 
     def least_bytes(self, model: DecoderModel) -> int:
         """Bytes read: each weight once and, when decoding, the keys and values of each sequence."""
-        weights = _layer_bytes(model) + model.lm_head.nbytes
+        weights = sum(linear.nbytes for layer in model.layers for linear in linears_of(layer)) + model.lm_head.nbytes
         config = model.config
         kv_bytes_per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
         return weights + (self.num_seqs * self.context * kv_bytes_per_token if self.kind == "decode" else 0)
 
     def least_operations(self, model: DecoderModel) -> int:
         """Operations: two per weight and row, and those of attention."""
-        config, size = model.config, model.dtype.itemsize
-        layers, head = _layer_bytes(model) // size, model.lm_head.nbytes // size
+        config = model.config
+        attended = config.num_heads * config.head_dim
+        layer = 2 * attended + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
+        layers, head = config.num_layers * config.hidden_size * layer, config.vocab_size * config.hidden_size
         seen = self.num_seqs * (self.context * (self.context + 1) // 2 if self.kind == "prefill" else self.context)
-        attention = 4 * config.num_layers * config.num_heads * config.head_dim * seen
+        attention = 4 * config.num_layers * attended * seen
         return 2 * (layers * self.num_rows + head * self.num_seqs) + attention
-
-
-def _layer_bytes(model: DecoderModel) -> int:
-    return sum(linear.nbytes for layer in model.layers for linear in linears_of(layer))
 
 
 class PhaseLoad:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.checkpoints.families import FAMILIES, OTHERS, save
+from harness.checkpoints.quantized import FORMATS, write_both
 from llmservice_bench.profile.benchmark import least, open_engine, profile_phase, profile_phases, table
 from llmservice_bench.profile.ceilings import Ceilings
 from llmservice_bench.profile.phase import Phase, PhaseLoad
@@ -99,6 +101,23 @@ def test_the_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str
     result = json.loads(capsys.readouterr().out)
     assert [row["phase"] for row in result["rows"]] == ["prefill 1 x 16", "decode 1 x 8"]
     assert result["ceilings"]["ridge_rows"] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "olmoe"])
+def test_a_mixture_and_a_model_of_transformers_code_are_refused(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save((FAMILIES | OTHERS)[family], tmp_path)
+    assert main(["bench", "profile", str(tmp_path), "--batches", "1", "--prompts", "16", "--context", "8"]) == 2
+    assert f"{tmp_path} is a mixture of experts or runs by transformers' code" in capsys.readouterr().err
+
+
+def test_a_quantised_model_has_the_operations_of_its_dense_one(tmp_path: Path) -> None:
+    quantized, dense = write_both(tmp_path, FORMATS["W8A8 int8"])
+    models = [open_engine(folder, PHASES, threads=1).runner.model for folder in (quantized, dense)]
+    for phase in PHASES:
+        assert phase.least_operations(models[0]) == phase.least_operations(models[1])
+        assert phase.least_bytes(models[0]) < phase.least_bytes(models[1])
 
 
 def test_a_folder_without_a_model_is_refused_with_what_is_missing(
