@@ -25,6 +25,7 @@ from typing import Any
 
 import aiohttp
 
+from llmservice_bench.soak import resident_bytes
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from pieces.gateway_fleet import cluster
 
@@ -243,12 +244,6 @@ async def _probe(url: str, seconds: list[float]) -> None:
             await asyncio.sleep(0.02)
 
 
-def _resident_bytes(pid: int) -> int:
-    """Of the server's process and its children."""
-    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split())]
-    return sum(int(Path(f"/proc/{each}/statm").read_text(encoding="utf-8").split()[1]) * 4096 for each in pids)
-
-
 async def _run_gateway(server_url: str, num_bodies: int, stuck_timeout_s: float) -> int:
     async with cluster() as api:
         await api.add_service("tiny", [int(server_url.rpartition(":")[2])], 32, None)
@@ -258,14 +253,15 @@ async def _run_gateway(server_url: str, num_bodies: int, stuck_timeout_s: float)
 
 async def _run(url: str, pid: int, num_bodies: int, stuck_timeout_s: float) -> int:
     chance, seconds = random.Random(11), list[float]()  # noqa: S311  # a load, no secret
-    probe = asyncio.create_task(_probe(url, seconds))
     resident, statuses = list[int](), Counter[int]()
-    for _ in range(2):
-        statuses += await send(url, [body(chance) for _ in range(num_bodies // 2)])
-        statuses += await send_heads(url, [head(chance) for _ in range(num_bodies // 20)])
-        resident.append(_resident_bytes(pid))
-    await asyncio.sleep(stuck_timeout_s + 1)
-    probe.cancel()
+    async with asyncio.TaskGroup() as group:  # which fails where a probe does
+        probe = group.create_task(_probe(url, seconds))
+        for _ in range(2):
+            statuses += await send(url, [body(chance) for _ in range(num_bodies // 2)])
+            statuses += await send_heads(url, [head(chance) for _ in range(num_bodies // 20)])
+            resident.append(resident_bytes(pid))
+        await asyncio.sleep(stuck_timeout_s + 1)
+        probe.cancel()
     served = await send(url, [("/v1/completions", json.dumps(SEEDS[0][1]).encode())])
     p99_s = sorted(seconds)[int(0.99 * len(seconds))]
     growth = resident[1] - resident[0]

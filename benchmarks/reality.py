@@ -222,9 +222,10 @@ async def run_cluster(folder: Path, state: str, service: dict[str, Any], load: L
             await asyncio.sleep(IDLE_S)
             watched = Watched()
             begins_s = time.monotonic() - ready_s
-            watching = asyncio.create_task(_watch(kube, watched))
-            records = await drive(session, target, load, word_rate)
-            watching.cancel()
+            async with asyncio.TaskGroup() as group:  # which fails where what is watched is not there
+                watching = group.create_task(_watch(kube, watched))
+                records = await drive(session, target, load, word_rate)
+                watching.cancel()
         return ClusterRun(
             outcome=outcome_of(records, watched.replicas, watched.changes),
             startups_s=tuple(took_s for _, took_s in sorted(watched.startups_s.values())),

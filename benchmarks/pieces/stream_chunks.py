@@ -31,13 +31,14 @@ async def measure_stream_chunks() -> dict[str, Any]:
         host, _, port = server.url.removeprefix("http://").rpartition(":")
         await _stream(host, int(port))  # the first request includes lazy initialisation
         latencies: list[float] = []
-        probing = asyncio.create_task(_probe(host, int(port), latencies))
         chunks: list[int] = []
-        started_s = time.perf_counter()
-        for _ in range(ROUNDS):
-            chunks += await asyncio.gather(*(_stream(host, int(port)) for _ in range(NUM_STREAMS)))
-        took_s = time.perf_counter() - started_s
-        probing.cancel()
+        async with asyncio.TaskGroup() as group:  # which fails where a probe does
+            probing = group.create_task(_probe(host, int(port), latencies))
+            started_s = time.perf_counter()
+            for _ in range(ROUNDS):
+                chunks += await asyncio.gather(*(_stream(host, int(port)) for _ in range(NUM_STREAMS)))
+            took_s = time.perf_counter() - started_s
+            probing.cancel()
     health = Distribution.of(latencies)
     return {
         "streams": NUM_STREAMS,
