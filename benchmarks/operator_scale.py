@@ -31,12 +31,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from fake_fleet import FakeFleet, api_server, beside
 from llmservice_bench.report import machine
 from llmservice_bench.results import Check, Results
-from llmservice_local.client import DEFINITIONS, NAMESPACES, KubeClient, Resource, connect
-from llmservice_local.errors import ApiError
+from llmservice_local.client import DEFINITIONS, NAMESPACES, KubeClient, connect
 from llmservice_local.loopback import free_port
 from llmservice_operator.api.crd import crd
+from llmservice_planner.traffic.lengths import percentile
+from pieces.gateway_fleet import SERVICES, is_served
 
-SERVICES = Resource("serving.llmservice.io/v1alpha1", "llmservices")
 NAMESPACE_COUNT = 10
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 SPEC: dict[str, Any] = {
@@ -165,7 +165,7 @@ async def prepare(bench: Bench) -> None:
     for number in range(NAMESPACE_COUNT):
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"team-{number}"}}
         await bench.client.create(NAMESPACES, None, namespace)
-    await until(lambda: _served(bench.client))
+    await until(lambda: is_served(bench.client))
     gate = asyncio.Semaphore(16)
 
     async def create(namespace: str, name: str) -> None:
@@ -175,14 +175,6 @@ async def prepare(bench: Bench) -> None:
             await bench.client.create(SERVICES, namespace, body)
 
     await asyncio.gather(*(create(*key) for key in bench.names()))
-
-
-async def _served(client: KubeClient) -> bool:
-    try:
-        await client.list(SERVICES)
-    except ApiError:
-        return False
-    return True
 
 
 async def until(check: Callable[[], Awaitable[bool]], every_s: float = 0.2) -> float:
@@ -232,7 +224,7 @@ async def measure_changes(bench: Bench, number: int) -> None:
 def note_latencies(bench: Bench, name: str, latencies: list[float], what: str) -> None:
     target = "< 0.25" if name == "spread" else ""
     for share in (0.5, 0.99, 1.0):
-        value = latencies[max(0, round(share * len(latencies)) - 1)]
+        value = percentile(latencies, share)
         text = f"{what}: spec to Deployment, s, p{share * 100:g}"
         bench.note(f"{name}_p{share * 100:g}_s", value, text, target if share == 0.99 else "")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+
+from llmservice_planner.traffic.lengths import percentile
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class LatencyTargets:
         measured = (
             (self.ttft_s, record.ttft_s),
             (self.tpot_s, record.tpot_s),
-            (self.itl_s, _p99(record.itl_s) if record.itl_s else None),
+            (self.itl_s, percentile(sorted(record.itl_s), 0.99) if record.itl_s else None),
             (self.e2e_s, record.e2e_s),
         )
         within = (value is None or target is None or value <= target for target, value in measured)
@@ -88,11 +89,6 @@ class LatencyTargets:
     def __str__(self) -> str:
         given = {name.removesuffix("_s"): value for name, value in asdict(self).items() if value is not None}
         return " ".join(f"{name}:{value * 1000:g}" for name, value in given.items())
-
-
-def _p99(values: Sequence[float]) -> float:
-    """The 99th percentile by nearest rank, which is the maximum of up to 100 values."""
-    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from llmservice_local.client import DEFINITIONS, PODS, Endpoint, KubeClient, Res
 from llmservice_local.errors import ApiError
 from llmservice_local.loopback import free_port
 from llmservice_operator.api.crd import crd
+from pieces.timing import cpu_s
 
 SERVICES = Resource("serving.llmservice.io/v1alpha1", "llmservices")
 NAMESPACE = "default"
 STREAM_PODS = str(Path(__file__).resolve().parents[1] / "stream_pods.py")
 _START_TIMEOUT_S = 60.0
-_TICK = os.sysconf("SC_CLK_TCK")
 _OTHER_SIZING = {
     **dict.fromkeys(("maxModelLen", "kvBytesPerToken", "blocks"), 1),
     **dict.fromkeys(("weightsGiB", "overheadGiB", "kvPoolGiB"), 1.0),
@@ -66,11 +66,6 @@ class Front:
         """What the process and its children have used so far."""
         children = Path(f"/proc/{self.process_id}/task/{self.process_id}/children").read_text(encoding="ascii")
         return sum(map(cpu_s, (self.process_id, *map(int, children.split()))))
-
-
-def cpu_s(process_id: int) -> float:
-    fields = Path(f"/proc/{process_id}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
 
 
 async def metrics(url: str) -> dict[str, float]:
@@ -162,7 +157,7 @@ async def cluster() -> AsyncIterator[Cluster]:
             endpoint.write_kubeconfig(folder / "kubeconfig")
             async with connect(endpoint, "gateway-bench") as client:
                 await client.create(DEFINITIONS, None, crd())
-                await until(lambda: _is_served(client))
+                await until(lambda: is_served(client))
                 yield Cluster(client, folder / "kubeconfig", folder)
 
 
@@ -186,7 +181,7 @@ async def until(check: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _is_served(client: KubeClient) -> bool:
+async def is_served(client: KubeClient) -> bool:
     try:
         await client.list(SERVICES)
     except ApiError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +15,7 @@ from aiohttp import web
 
 from llmservice_bench.models import checkpoint, started
 from pieces.start import children
+from pieces.timing import cpu_s
 
 STUB_SERVER, CLIENTS = (
     str(Path(__file__).resolve().parents[1] / name) for name in ("stub_server.py", "stream_clients.py")
@@ -24,7 +24,6 @@ NUM_STREAMS = 256
 LONGEST_ITL_MS = 100.0
 """The p99 ITL below which a pace counts as sustained. The share of the offered tokens that arrives is less meaningful:
 a new stream misses the steps of its TTFT, which are more at a faster pace."""
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,9 @@ async def measure_http(num_streams: int, period_s: float, seconds: float, *, tra
         )
         assert clients.stdout is not None  # noqa: S101 - the process has a pipe
         await clients.stdout.readline()
-        before = _cpu_s(server.process_id), _cpu_s(engine_id)
+        before = cpu_s(server.process_id), cpu_s(engine_id)
         line = await clients.stdout.readline()
-        after = _cpu_s(server.process_id), _cpu_s(engine_id)
+        after = cpu_s(server.process_id), cpu_s(engine_id)
         if await clients.wait():
             raise SystemExit("the clients failed: see above")
     http_s, engine_s = (end - begin for begin, end in zip(before, after, strict=True))
@@ -101,11 +100,6 @@ async def _collector() -> AsyncIterator[dict[str, str]]:
         await runner.cleanup()
     if not num_exports:
         raise SystemExit("the server sent no spans")
-
-
-def _cpu_s(process_id: int) -> float:
-    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
 
 
 def sustained_tokens_per_s(runs: Sequence[HttpRun]) -> float:

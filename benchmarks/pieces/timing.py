@@ -1,11 +1,13 @@
-"""Repeated measurement of a function."""
+"""Repeated measurement of a function, and the CPU time of a process."""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -40,3 +42,9 @@ def measure(work: Callable[[], object], count: int, warm_up: int = 3) -> Timing:
         if collecting:
             gc.enable()
     return Timing.of(seconds)
+
+
+def cpu_s(process_id: int) -> float:
+    """Seconds of CPU time that a process has used, without its children."""
+    fields = Path(f"/proc/{process_id}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -12,7 +12,7 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from llmservice_server.engine.config import EngineConfig, QueueOrder
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import KVCachePlan, Plan, Started, StepResult
 from llmservice_server.engine.step_timer import step_batch
-from llmservice_server.types.messages import Embed, Embedded, GenerateRequest, SamplingParams
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
+from pieces.timed_model import NoEmbedder, NoGrammars
 from scheduling.admission import GROUPS, MOST_TOKENS, llama_8b_on_h100
 from scheduling.findings import Findings
 from scheduling.transformers_scheduler import TOKEN
@@ -63,31 +64,11 @@ class SimulatedRunner:
         return StepResult(due, tokens, [None] * len(due))
 
 
-class NoEmbeddings:
-    size = max_tokens = 0
-
-    def add(self, message: Embed, now: float) -> Embedded | None:
-        return None
-
-    def abort(self, request_ids: Sequence[str]) -> None: ...
-
-    def due_s(self) -> float | None:
-        return None
-
-    def step(self, now: float, max_tokens: int | None = None, step_s: float | None = None) -> list[Embedded]:
-        return []
-
-
-class NoGrammars:
-    def compile(self, grammar: str) -> Future[Any]:
-        raise NotImplementedError("no request has a grammar")
-
-
 def engine_of(order: QueueOrder, runner: SimulatedRunner) -> Engine:
     config = EngineConfig(model=Path("simulated"), max_num_seqs=SEQS, batch_order=order, prefix_caching=False)
     started = Started(
         runner=runner,
-        embedder=NoEmbeddings(),
+        embedder=NoEmbedder(),
         grammars=NoGrammars(),
         kv_cache=KVCachePlan(1 + POOL_TOKENS // GROUPS.block_size, 2 * MOST_TOKENS, GROUPS),
         max_num_seqs=SEQS,

@@ -12,6 +12,7 @@ from typing import Any
 from llmservice_bench.simulation.latencies import GapHistogram
 from llmservice_bench.simulation.requests import SimulatedRequest
 from llmservice_operator.scaling.decision import Decision
+from llmservice_planner.traffic.lengths import percentile
 from llmservice_server.engine.config import LANES
 
 
@@ -63,7 +64,7 @@ class Waits:
     @classmethod
     def of(cls, waits_s: Sequence[float]) -> Waits:
         mean = sum(waits_s) / len(waits_s) if waits_s else None
-        return cls(len(waits_s), mean, _nearest_rank(waits_s, 0.5), _nearest_rank(waits_s, 0.99))
+        return cls(len(waits_s), mean, percentile_of(waits_s, 0.5), percentile_of(waits_s, 0.99))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class Outcome:
 
     def ttft_s(self, share: float) -> float | None:
         """Of the requests that got a token, by nearest rank; None where none did."""
-        return _nearest_rank([request.ttft_s for request in self.requests if request.ttft_s is not None], share)
+        return percentile_of([request.ttft_s for request in self.requests if request.ttft_s is not None], share)
 
     def waits(self, lane: str) -> Waits:
         """Of the lane's requests that were scheduled."""
@@ -162,6 +163,6 @@ class Outcome:
         }
 
 
-def _nearest_rank(values: Sequence[float], share: float) -> float | None:
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+def percentile_of(values: Sequence[float], share: float) -> float | None:
+    """By nearest rank; None without any."""
+    return percentile(sorted(values), share) if values else None

@@ -25,6 +25,7 @@ from llmservice_planner.charts import (
     svg_of,
     text_chart,
 )
+from llmservice_planner.traffic.lengths import percentile
 from llmservice_server.engine.config import LANES
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def _draw_ttft(axes: Axes, study: Study) -> None:
             if request.ttft_s is not None:
                 times[min(count - 1, int(request.arrival_s / length_s))].append(request.ttft_s)
         points = [
-            ((number + 0.5) * length_s / 60, sorted(each)[math.ceil(0.99 * len(each)) - 1])
+            ((number + 0.5) * length_s / 60, percentile(sorted(each), 0.99))
             for number, each in enumerate(times)
             if each
         ]
