@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,11 @@ def run_until_idle(engine: Engine) -> list[Output]:
     while engine.has_work:
         finished += [output for output in engine.step().outputs if output.finish_reason is not None]
     return finished
+
+
+def larger_error(one: float, other: float) -> float:
+    """Infinite where one of them is NaN, which no comparison finds."""
+    return math.inf if math.isnan(one + other) else max(one, other)
 
 
 @dataclass(frozen=True, slots=True)

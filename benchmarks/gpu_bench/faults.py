@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from gpu_bench.bench import Bench, add, run_until_idle, unique_prompt
-from gpu_bench.device import seconds
+from gpu_bench.device import host_seconds, seconds
 from gpu_bench.sections import Findings
 from llmservice_bench.results import Check
 from llmservice_server.engine.interfaces import BlockCopy
@@ -34,11 +32,7 @@ def swapping(bench: Bench) -> Findings:
         came, went = [copy.target for copy in back], [2 * copy.source for copy in back]
         wrong += int((cache[came] != old[went]).flatten(1).any(dim=1).sum())
     taken_s = seconds(gpu, lambda: swapped.swap_out(out))
-    gpu.synchronize()
-    started_s = time.perf_counter()
-    swapped.swap_out(out)
-    host_s = time.perf_counter() - started_s
-    gpu.synchronize()
+    host_s = host_seconds(gpu, lambda: swapped.swap_out(out))
 
     def out_and_in() -> None:
         swapped.swap_out(out)

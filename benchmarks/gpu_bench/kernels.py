@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from gpu_bench.bench import Bench
-from gpu_bench.device import GPUDevice, seconds
+from gpu_bench.bench import Bench, larger_error
+from gpu_bench.device import host_seconds, seconds
 from gpu_bench.sections import Findings
 from gpu_bench.sizes import Sizes
 from llmservice_bench.results import Check
@@ -52,7 +51,7 @@ def agreement(bench: Bench) -> Findings:
     for (dtype, shape), spans in itertools.product(compared, bench.sizes.spans):
         error = relative_error(Case(shape, dtype, spans), TritonAttention, bench.gpu.device)
         name = "fp8 cache" if shape.dtype == FP8 else str(dtype).removeprefix("torch.")
-        worst[name] = max(worst.get(name, 0.0), error if error == error else float("inf"))  # noqa: PLR0124 - NaN
+        worst[name] = larger_error(worst.get(name, 0.0), error)
     return Findings(
         rows=[{"part": "agreement", "dtype": name, "relative error": error} for name, error in worst.items()],
         checks=[
@@ -78,7 +77,7 @@ def _layer_ops(dtype: torch.dtype, bench: Bench) -> Check:
             (ours.gated(gate_up, "silu"), theirs.gated(gate_up, "silu")),
         )
         for mine, other in pairs:
-            worst = max(worst, float((mine.float() - other.float()).norm() / other.float().norm()))
+            worst = larger_error(worst, float((mine.float() - other.float()).norm() / other.float().norm()))
     return Check(f"norms and activations differ from torch's, {dtype} (relative)", f"<= {BOUNDS[dtype]}", worst)
 
 
@@ -185,20 +184,9 @@ def sampling(bench: Bench) -> Findings:
 
                 found.rows.append({
                     "part": "sampling", "kind": kind, "by": name, "batch": batch, "vocabulary": vocab_size,
-                    "GPU ms": seconds(gpu, draw) * 1e3, "host ms": _host_seconds(gpu, draw) * 1e3,
+                    "GPU ms": seconds(gpu, draw) * 1e3, "host ms": host_seconds(gpu, draw) * 1e3,
                 })  # fmt: skip
     return found
-
-
-def _host_seconds(gpu: GPUDevice, draw: Callable[[], None], repetitions: int = 5) -> float:
-    """Host seconds until the call returns."""
-    gpu.synchronize()
-    started_s = time.perf_counter()
-    for _ in range(repetitions):
-        draw()
-    taken_s = (time.perf_counter() - started_s) / repetitions
-    gpu.synchronize()
-    return taken_s
 
 
 def _sampling_request(number: int, options: dict[str, Any]) -> Request:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from gpu_bench.bench import Bench
+from gpu_bench.bench import Bench, larger_error
 from gpu_bench.device import seconds
 from gpu_bench.sections import Findings
 from llmservice_bench.results import Check
@@ -117,7 +117,7 @@ def quantized(bench: Bench) -> Findings:
                 exact = weight if product.rounds else replace(weight, activations=None)
                 expected = QuantizedLinear(exact, hidden.dtype)(hidden).float()
                 error = float((product(hidden).float() - expected).norm() / expected.norm())
-                worst[name] = max(worst[name], error if error == error else float("inf"))  # noqa: PLR0124 - NaN
+                worst[name] = larger_error(worst[name], error)
                 count = max(1, -(-sizes.cold_bytes // weight.nbytes))
                 copies = [replace(weight, values=weight.values.clone()) for _ in range(count)]
                 linears = [CudaQuantizedLinear.of(QuantizedLinear(each, hidden.dtype)) for each in copies]
