@@ -165,7 +165,7 @@ async def _served(
 
 async def _sizing(session: aiohttp.ClientSession, args: argparse.Namespace) -> tuple[str | None, Mapping[str, Any]]:
     """Where a server of ours reports its steps, and its report; None and nothing for another server."""
-    from llmservice_bench.calibration.server_steps import fetch_report, parse
+    from llmservice_bench.calibration.server_steps import fetch_report
     from llmservice_bench.client import TargetError
 
     root = (args.metrics_url or args.url).rstrip("/").removesuffix("/metrics")
@@ -174,7 +174,7 @@ async def _sizing(session: aiohttp.ClientSession, args: argparse.Namespace) -> t
         if args.metrics_url:
             raise TargetError(f"{root}/sizing does not answer as a server of ours: leave out --metrics-url")
         return None, {}
-    return (f"{root}/sizing" if "steps" in report or parse(report) else None), report
+    return (f"{root}/sizing" if "steps" in report else None), report
 
 
 def _limits(args: argparse.Namespace, sizing: Mapping[str, Any], max_model_len: int | None) -> Limits:

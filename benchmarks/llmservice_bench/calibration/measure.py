@@ -205,14 +205,18 @@ class Driver:
             return
         tokens, seconds = stream.record.prompt_tokens, stream.record.ttft_s
         self.prompt_s[tokens] = seconds
-        chunks = self.limits.step_tokens
-        batches = tuple(
-            StepBatch(0, 0, size, 1, attention_pairs(start, size))
-            for start in range(0, tokens, chunks)
-            for size in (min(chunks, tokens - start),)
-        )
-        self.measured.samples.append(Sample("prefill", batches, seconds, 1, str(phase)))
-        self.measured.samples += samples_between(before, await self._sums(), str(phase))
+        reported = samples_between(before, await self._sums(), str(phase))
+        steps = [sample.batches[0] for sample in reported if sample.kind == "prefill"]
+        if steps:
+            batches = (steps[0],) * max(1, round(tokens / steps[0].prompt_tokens))
+        else:
+            chunks = self.limits.step_tokens
+            batches = tuple(
+                StepBatch(0, 0, size, 1, attention_pairs(start, size))
+                for start in range(0, tokens, chunks)
+                for size in (min(chunks, tokens - start),)
+            )
+        self.measured.samples += [Sample("prefill", batches, seconds, 1, str(phase)), *reported]
 
     async def _measure_decode(self, phase: Phase) -> None:
         """All requests decode between the last one's first token and the first one's end."""

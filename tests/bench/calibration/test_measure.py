@@ -103,3 +103,19 @@ async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_eve
         assert sample.requests == 1
     mixed = [sample for sample in measured.samples if sample.kind == "mixed"]
     assert all(sample.batches[0].prompt_tokens >= 0.7 * int(sample.phase.split()[-1]) for sample in mixed)
+
+
+@pytest.mark.slow
+async def test_the_time_to_a_first_token_is_that_of_as_many_steps_as_the_server_reports() -> None:
+    async with serving() as server, aiohttp.ClientSession() as session:
+        measured = await measure(
+            session,
+            Target(server.url, MODEL, ignore_eos=True),
+            Limits(2, 2048, 2048),
+            seconds=20,
+            steps_url=f"{server.url}/sizing",
+            seed=0,
+            on_phase=lambda phase: None,
+        )
+    steps = {sample.phase: len(sample.batches) for sample in measured.samples if sample.requests}
+    assert (steps["a prompt of 128 tokens"], steps["a prompt of 1024 tokens"]) == (1, 2), "of 512 tokens on a CPU"
