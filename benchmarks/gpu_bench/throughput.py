@@ -6,37 +6,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gpu_bench.bench import Bench, add
+from gpu_bench.bench import Bench
 from gpu_bench.sections import Findings
 from gpu_bench.sizes import Sizes
 from llmservice_bench.report import Report
 from llmservice_bench.results import Check
 from llmservice_bench.trace import read_trace, scaled_to
 from llmservice_server.engine.engine import Engine
-from peers.workload import Answer, PeerRequest, closed_loop, draw_requests, records
+from peers.workload import Answer, EngineServer, PeerRequest, closed_loop, draw_requests, records
 
 _WARM_UPS = 32
 
 
-class OurServer:
-    """Implements `StepServer`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def add(self, index: int, request: PeerRequest) -> None:
-        add(self._engine, str(index), request.prompt_token_ids, request.output_tokens)
-
-    def step(self) -> Sequence[tuple[int, int]]:
-        outputs = self._engine.step().outputs
-        for output in outputs:
-            if output.error is not None:
-                raise RuntimeError(f"request {output.request_id}: {output.error}")
-        return [(int(output.request_id), token) for output in outputs for token in output.token_ids]
-
-
 def ours(engine: Engine, requests: Sequence[PeerRequest], in_flight: int) -> list[Answer]:
-    server = OurServer(engine)
+    server = EngineServer(engine)
     closed_loop(server, warm_ups(requests), _WARM_UPS)
     return closed_loop(server, requests, in_flight)
 

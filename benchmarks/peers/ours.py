@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from llmservice_server import LLM
 from llmservice_server.backend.quantized import QuantizedWeight
-from llmservice_server.types.messages import GenerateRequest, SamplingParams
-from peers.workload import Job, PeerRequest, SteppedPeer
+from peers.workload import EngineServer, Job, SteppedPeer
 
 
-class OurEngine:
+class OurEngine(EngineServer):
     def __init__(self, job: Job, **settings: Any) -> None:
-        self._llm = LLM(
+        llm = LLM(
             job.model,
             dtype=job.dtype,
             max_num_seqs=job.in_flight,
@@ -30,21 +28,10 @@ class OurEngine:
             threads=job.threads,
             **settings,
         )
-
-    def add(self, index: int, request: PeerRequest) -> None:
-        sampling = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True)
-        self._llm.engine.add(
-            GenerateRequest(
-                request_id=str(index), prompt_token_ids=request.prompt_token_ids, sampling=sampling, arrival_s=0.0
-            )
-        )
-
-    def step(self) -> Sequence[tuple[int, int]]:
-        outputs = self._llm.engine.step().outputs
-        return [(int(output.request_id), token) for output in outputs for token in output.token_ids]
+        super().__init__(llm.engine)
 
     def close(self) -> None:
-        del self._llm
+        del self._engine
 
 
 def peer(job: Job) -> SteppedPeer:

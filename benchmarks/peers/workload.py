@@ -7,12 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from llmservice_bench.record import RequestRecord
 from llmservice_bench.trace import Lengths, draw
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from llmservice_server.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,32 @@ class StepServer(Protocol):
 
     def step(self) -> Sequence[tuple[int, int]]:
         """Compute one step; returns the (index, token) pairs."""
+
+
+class EngineServer:
+    """Implements `StepServer` with an engine of ours."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def add(self, index: int, request: PeerRequest) -> None:
+        sampling = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True)
+        self._engine.add(
+            GenerateRequest(
+                request_id=str(index),
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=sampling,
+                arrival_s=time.monotonic(),
+            )
+        )
+
+    def step(self) -> Sequence[tuple[int, int]]:
+        """Raises RuntimeError for a request that failed, whose tokens would be waited for."""
+        outputs = self._engine.step().outputs
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id}: {output.error}")
+        return [(int(output.request_id), token) for output in outputs for token in output.token_ids]
 
 
 class OwnedServer(StepServer, Protocol):

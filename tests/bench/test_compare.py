@@ -129,6 +129,13 @@ def test_ours_answers_in_full_and_in_order(job: Job, our_answers: list[Answer]) 
         assert all(earlier <= later for earlier, later in itertools.pairwise(times))
 
 
+def test_a_request_that_our_engine_refuses_is_an_error_and_not_waited_for(job: Job) -> None:
+    server = import_module("peers.ours").OurEngine(job)
+    with pytest.raises(RuntimeError, match="request 0: 200 prompt tokens"):
+        closed_loop(server, [PeerRequest([5] * 200, 3)], 1)
+    server.close()
+
+
 def test_static_generate_gives_the_same_tokens(job: Job, our_answers: list[Answer]) -> None:
     answers = answers_of(STATIC, job)
     assert agreement(job.requests, our_answers, answers) == 1
