@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from llmservice_bench.models import SHAPES, checkpoint
-from llmservice_bench.report import AVX2_ONLY, Report, instructions
+from llmservice_bench.report import AVX2_ONLY, Report, instructions, latency_cells, latency_titles
 from llmservice_bench.results import Check, Results
 from llmservice_bench.trace import Lengths, read_trace, scaled_to
 from peers.process import PeerProcess
@@ -207,19 +207,13 @@ def compare(peers: Mapping[str, str], dtype: str, count: int) -> tuple[list[dict
     return rows, format_checks(batches, turns, dtype) if INT8 in peers else checks(batches, turns, ttft_s, dtype)
 
 
-HEADER = (
-    f"{'':<26}{'dtype':<10}{'at once':>8}{'tok/s':>8}"
-    + "".join(f"{f'{name} p50/p99 ms':>20}" for name in ("TTFT", "ITL", "E2E"))
-    + f"{'same tokens':>13}"
-)
+HEADER = f"{'':<26}{'dtype':<10}{'at once':>8}{'tok/s':>8}{latency_titles()}{'same tokens':>13}"
 
 
 def _line(row: dict[str, Any]) -> str:
-    milliseconds = [(row[f"{name}_p50_ms"], row[f"{name}_p99_ms"]) for name in ("ttft", "itl", "e2e")]
-    latencies = "".join(f"{f'{p50:.1f} / {p99:.1f}':>20}" for p50, p99 in milliseconds)
     failed = f"  {row['failed']} failed" if row["failed"] else ""
     beginning = f"{row['peer']:<26}{row['dtype']:<10}{row['in_flight']:>8}{row['output_tokens_per_s']:>8.1f}"
-    return f"{beginning}{latencies}{row['same_tokens_as_ours']:>13.1%}{failed}"
+    return f"{beginning}{latency_cells(row)}{row['same_tokens_as_ours']:>13.1%}{failed}"
 
 
 def keep_to_avx2(llama_cpp: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,20 @@ class Report:
                 f"sent late: p99 {self.late_s.p99 * 1000:.0f} ms, by the concurrency limit or the load of this machine"
             )
         return lines
+
+
+LATENCIES = ("ttft", "itl", "e2e")
+"""Of a row, as `Report.row` has them."""
+
+
+def latency_titles(width: int = 20) -> str:
+    """The head of columns of `latency_cells`."""
+    return "".join(f"{f'{name.upper()} p50/p99 ms':>{width}}" for name in LATENCIES)
+
+
+def latency_cells(row: Mapping[str, Any], width: int = 20) -> str:
+    pairs = [(row[f"{name}_p50_ms"], row[f"{name}_p99_ms"]) for name in LATENCIES]
+    return "".join(f"{f'{p50:.1f} / {p99:.1f}':>{width}}" for p50, p99 in pairs)
 
 
 def _reasons(failures: dict[str, int]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from llmservice_bench.client import Target, TargetError, measure_word_rate
 from llmservice_bench.drive import Load, drive, open_session, progress_bar
 from llmservice_bench.record import LatencyTargets, RequestRecord
-from llmservice_bench.report import Report, machine
+from llmservice_bench.report import latency_cells, latency_titles, machine
 from llmservice_bench.serve_benchmark import from_where, lengths_of, target_of
 from llmservice_bench.sweep import Measure, Point, Sweep, SweepPlan
 from llmservice_bench.trace import SAMPLE
@@ -75,9 +75,7 @@ async def _measuring(session: aiohttp.ClientSession, target: Target, plan: Sweep
     return measure
 
 
-HEADER = f"{'load':<16}{'req/s':>8}{'out tok/s':>11}" + "".join(
-    f"{f'{name} p50/p99 ms':>22}" for name in ("TTFT", "ITL", "E2E")
-)
+HEADER = f"{'load':<16}{'req/s':>8}{'out tok/s':>11}{latency_titles(22)}"
 
 
 def line(point: Point) -> str:
@@ -86,12 +84,7 @@ def line(point: Point) -> str:
     kept = f"{report.goodput.share:>8.1%} kept" if report.goodput else ""
     failed = f"  {report.failed} failed" if report.failed else ""
     throughput = f"{report.requests_per_s:>8.2f}{report.output_tokens_per_s:>11.0f}"
-    return f"{point.name:<16}{throughput}{_latencies(report)}{kept}{failed}"
-
-
-def _latencies(report: Report) -> str:
-    measured = (report.ttft_s, report.itl_s, report.e2e_s)
-    return "".join(f"{f'{values.p50 * 1000:.1f} / {values.p99 * 1000:.1f}':>22}" for values in measured)
+    return f"{point.name:<16}{throughput}{latency_cells(report.row(), 22)}{kept}{failed}"
 
 
 def _plan(args: argparse.Namespace) -> SweepPlan:

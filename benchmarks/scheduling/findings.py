@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmservice_bench.report import Report
+from llmservice_bench.report import Report, latency_cells, latency_titles
 from llmservice_bench.results import Check
 from llmservice_bench.trace import Lengths
 from llmservice_server.engine.config import EngineConfig
@@ -20,7 +20,7 @@ CONTINUOUS, DYNAMIC, STATIC = "continuous", "dynamic", "static"
 AT_ONCE = float("inf")
 """The rate at which all requests arrive at the start."""
 
-HEADER = f"{'':<50}{'req/s':>8}{'tok/s':>8}" + "".join(f"{f'{name} p50/p99 ms':>20}" for name in ("TTFT", "ITL", "E2E"))
+HEADER = f"{'':<50}{'req/s':>8}{'tok/s':>8}{latency_titles()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,7 @@ class Findings:
     def add_row(self, load: str, report: Report, **more: Any) -> None:
         """Add a row and print it."""
         self.rows.append({"load": load, **report.row(), **more})
-        latencies = "".join(
-            f"{f'{values.p50 * 1000:.1f} / {values.p99 * 1000:.1f}':>20}"
-            for values in (report.ttft_s, report.itl_s, report.e2e_s)
-        )
+        latencies = latency_cells(self.rows[-1])
         failed = f"  {report.failed} failed" if report.failed else ""
         print(
             f"{load:<50}{report.requests_per_s:>8.1f}{report.output_tokens_per_s:>8.0f}{latencies}{failed}", flush=True
