@@ -14,17 +14,17 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from llmservice_bench.models import LLMSERVICE, started
 from llmservice_bench.soak import resident_bytes
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from pieces.gateway_fleet import cluster
@@ -244,11 +244,17 @@ async def _probe(url: str, seconds: list[float]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def _run_gateway(server_url: str, num_bodies: int, stuck_timeout_s: float) -> int:
-    async with cluster() as api:
-        await api.add_service("tiny", [int(server_url.rpartition(":")[2])], 32, None)
-        async with api.gateway() as front:
-            return await _run(front.url, front.process_id, num_bodies, stuck_timeout_s)
+async def _fuzz(model: Path, num_bodies: int, stuck_timeout_s: float, *, by_gateway: bool) -> int:
+    command = [LLMSERVICE, "serve", "--model", str(model), "--host", "127.0.0.1", "--port", "0", "--metrics-port", "0"]
+    command += ["--kv-cache-memory", "32MiB", "--max-num-seqs", "32", "--threads", "1"]
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(started(*command, "--stuck-timeout", str(stuck_timeout_s)))
+        if not by_gateway:
+            return await _run(server.url, server.process_id, num_bodies, stuck_timeout_s)
+        api = await stack.enter_async_context(cluster())
+        await api.add_service("tiny", [int(server.url.rpartition(":")[2])], 32, None)
+        front = await stack.enter_async_context(api.gateway())
+        return await _run(front.url, front.process_id, num_bodies, stuck_timeout_s)
 
 
 async def _run(url: str, pid: int, num_bodies: int, stuck_timeout_s: float) -> int:
@@ -283,35 +289,9 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
-        write_tiny_model(
-            model, TinyModelSpec(layers=2, hidden_size=64, heads=4, kv_heads=2, max_position_embeddings=512)
-        )
-        command: list[str | Path] = [
-            Path(sys.executable).with_name("llmservice"),
-            "serve",
-            "--model",
-            model,
-            "--host",
-            "127.0.0.1",
-        ]
-        command += ["--port", "0", "--metrics-port", "0", "--kv-cache-memory", "32MiB", "--max-num-seqs", "32"]
-        command += ["--threads", "1", "--stuck-timeout", str(args.stuck_timeout)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603  # our own command
-            assert server.stdout is not None  # noqa: S101  # asked for above
-            url = ""
-            for line in server.stdout:
-                logged = json.loads(line)
-                if logged["message"] == "listening":
-                    url = f"http://127.0.0.1:{logged['port']}"
-                if logged["message"] == "the engine is ready":
-                    break
-            threading.Thread(target=server.stdout.read, daemon=True).start()  # so that logging never waits
-            try:
-                if args.gateway:
-                    return asyncio.run(_run_gateway(url, args.bodies, args.stuck_timeout))
-                return asyncio.run(_run(url, server.pid, args.bodies, args.stuck_timeout))
-            finally:
-                server.terminate()
+        spec = TinyModelSpec(layers=2, hidden_size=64, heads=4, kv_heads=2, max_position_embeddings=512)
+        write_tiny_model(model, spec)
+        return asyncio.run(_fuzz(model, args.bodies, args.stuck_timeout, by_gateway=args.gateway))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pieces.timing import Timing
 
 VOCAB = 32_000
 NUM_ROWS = (1, 32, 64, 256)
+_PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {},
@@ -25,13 +26,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "top-p 0.9": {"top_p": 0.9},
     "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
     "min-p 0.05": {"min_p": 0.05},
-    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-    "penalties, 8k tokens": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-    "penalties, 8k tokens, counts sent again": {
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "repetition_penalty": 1.1,
-    },
+    "penalties": _PENALTIES,
+    "penalties, 8k tokens": _PENALTIES,
+    "penalties, 8k tokens, counts sent again": _PENALTIES,
     "logprobs 5": {"logprobs": 5},
 }
 PROMPT_TOKENS = {"penalties, 8k tokens": 8000, "penalties, 8k tokens, counts sent again": 8000}
