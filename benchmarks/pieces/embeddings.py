@@ -10,12 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmservice_bench.models import SHAPES, checkpoint
 from llmservice_bench.report import Distribution
-from llmservice_server.engine.config import EngineConfig
-from llmservice_server.runtime.startup import load_engine
-from llmservice_server.types.messages import Embed, GenerateRequest, SamplingParams
-from pieces.step import decode_together
+from llmservice_server.types.messages import Embed
+from pieces.step import decoding_engine
 
 MODEL = "small"
 NUM_STREAMS = 8
@@ -23,7 +20,6 @@ PHASES = 10
 """Phases of each kind, which alternate."""
 STEPS = 50
 """Steps of a phase."""
-_PROMPT_TOKENS = 8
 
 
 @dataclass(slots=True)
@@ -43,12 +39,7 @@ def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
 
     Raises ValueError if a stream ends before.
     """
-    engine = load_engine(EngineConfig(model=checkpoint(MODEL), max_num_seqs=NUM_STREAMS, kv_cache_memory_bytes=1 << 29))
-    sampling = SamplingParams(max_tokens=2 * (PHASES + 2) * STEPS, temperature=0.0, ignore_eos=True)
-    for number in range(NUM_STREAMS):
-        prompt = [(number * place) % SHAPES[MODEL].vocab_size for place in range(_PROMPT_TOKENS)]
-        engine.add(GenerateRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
-    decode_together(engine, NUM_STREAMS)
+    engine = decoding_engine(MODEL, NUM_STREAMS, 2 * (PHASES + 2) * STEPS)
     phases, requests = {False: _Phase(), True: _Phase()}, itertools.count()
     inputs, step_s = [[5] * input_tokens] * num_inputs, None
     for number in range(PHASES + 1):

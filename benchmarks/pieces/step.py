@@ -86,14 +86,20 @@ def decode_together(engine: Engine, num_running: int) -> None:
 _PROMPT_TOKENS = 8  # short, so that the host's share of the step is large
 
 
-def measure_real_step(model: str, num_running: int, steps: int = 5) -> float:
-    """The median seconds of a step of `model` in which `num_running` sequences decode."""
+def decoding_engine(model: str, num_running: int, max_tokens: int) -> Engine:
+    """An engine in which that many requests with short prompts decode. Raises ValueError if one of them has ended."""
     engine = load_engine(EngineConfig(model=checkpoint(model), max_num_seqs=num_running, kv_cache_memory_bytes=1 << 29))
-    sampling = SamplingParams(max_tokens=2 * steps, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     for number in range(num_running):
         prompt = [(number * place) % SHAPES[model].vocab_size for place in range(_PROMPT_TOKENS)]
         engine.add(GenerateRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
     decode_together(engine, num_running)
+    return engine
+
+
+def measure_real_step(model: str, num_running: int, steps: int = 5) -> float:
+    """The median seconds of a step of `model` in which `num_running` sequences decode."""
+    engine = decoding_engine(model, num_running, 2 * steps)
     seconds = []
     for _ in range(steps):
         started_s = time.perf_counter()

@@ -8,7 +8,7 @@ ends. The same requests also go through the schedulers of transformers' continuo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,6 +75,11 @@ def traffics() -> list[Traffic]:
         Traffic("long", long[: REQUESTS // 2]),
         Traffic("shifting", [*short[:200], *long[:200], *short[200:400]]),
     ]
+
+
+def drawn(seed: int) -> Iterator[Lengths]:
+    """Requests of the Azure trace that fit, drawn without an end."""
+    return (each for each in draw(read_trace(), np.random.default_rng(seed)) if each.prompt_tokens <= MOST_TOKENS)
 
 
 def _gamma(rng: np.random.Generator, *mean_and_spread: tuple[float, float]) -> Iterable[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmservice_bench.trace import Lengths, draw, read_trace
+from llmservice_bench.trace import Lengths
 from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_planner.traffic.output_lengths import OutputLengths
 from llmservice_server.engine.config import EngineConfig, QueueOrder
@@ -28,7 +28,7 @@ from llmservice_server.engine.interfaces import KVCachePlan, Plan, Started, Step
 from llmservice_server.engine.step_timer import step_batch
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.timed_model import NoEmbedder, NoGrammars
-from scheduling.admission import GROUPS, MOST_TOKENS, llama_8b_on_h100
+from scheduling.admission import GROUPS, MOST_TOKENS, drawn, llama_8b_on_h100
 from scheduling.findings import Findings
 from scheduling.transformers_scheduler import TOKEN
 
@@ -129,11 +129,6 @@ def simulate(order: QueueOrder, lengths: Sequence[Lengths], arrivals_s: Sequence
     return Served(waits_s, sum(each.output_tokens for each in lengths) / runner.now)
 
 
-def drawn(count: int, seed: int) -> list[Lengths]:
-    kept = (each for each in draw(read_trace(), np.random.default_rng(seed)) if each.prompt_tokens <= MOST_TOKENS)
-    return list(itertools.islice(kept, count))
-
-
 def capacity_per_s(lengths: Sequence[Lengths]) -> float:
     """Requests per second where all are there from the start, without the time after the last has begun."""
     served = simulate("fcfs", lengths, [0.0] * len(lengths))
@@ -149,7 +144,7 @@ def arrivals_of(group: int, per_s: float, seed: int) -> list[float]:
 
 def both_orders(seed: int) -> list[tuple[Served, Served]]:
     """By size of group: the requests of a draw served by fcfs and by sjf."""
-    lengths = drawn(REQUESTS, seed)
+    lengths = list(itertools.islice(drawn(seed), REQUESTS))
     per_s = LOAD * capacity_per_s(lengths)
     arrivals_s = [arrivals_of(group, per_s, seed) for group in GROUP_SIZES]
     return [(simulate("fcfs", lengths, each), simulate("sjf", lengths, each)) for each in arrivals_s]

@@ -7,17 +7,15 @@ conversation trace. The same requests are served as those of one client, in the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
-from llmservice_bench.trace import Lengths, draw, read_trace
 from llmservice_server.engine.request import Request
 from llmservice_server.engine.step_timer import step_batch
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
-from scheduling.admission import MOST_TOKENS, continuous, llama_8b_on_h100
+from scheduling.admission import MOST_TOKENS, continuous, drawn, llama_8b_on_h100
 from scheduling.findings import Findings
 from scheduling.transformers_scheduler import TOKEN
 
@@ -35,13 +33,9 @@ class Served:
     """Of both, until the greedy client's last request has begun."""
 
 
-def lengths() -> Iterator[Lengths]:
-    return (each for each in draw(read_trace(), np.random.default_rng(0)) if each.prompt_tokens <= MOST_TOKENS)
-
-
 def simulate(*, named: bool) -> Served:
     """`named`: the scheduler knows whose a request is."""
-    scheduler, latency, drawn = continuous(), llama_8b_on_h100(), lengths()
+    scheduler, latency, lengths = continuous(), llama_8b_on_h100(), drawn(0)
     arrivals = [(0.0, number, GREEDY) for number in range(BACKLOG)] + [(0.0, BACKLOG, MODEST)]
     numbers = itertools.count(BACKLOG + 1)
     running: dict[Request, tuple[str, int]] = {}
@@ -49,7 +43,7 @@ def simulate(*, named: bool) -> Served:
     while waiting:
         while arrivals and arrivals[0][0] <= now:
             at_s, number, whose = heappop(arrivals)
-            each = next(drawn)
+            each = next(lengths)
             message = GenerateRequest(
                 request_id=str(number),
                 prompt_token_ids=[number] * each.prompt_tokens,
