@@ -84,4 +84,6 @@ if __name__ == "__main__":
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--most-growth", type=int, default=32, metavar="MIB")
     arguments = parser.parse_args()
+    if arguments.minutes * 60 < 3 * ROW_S:
+        parser.error(f"memory is compared over several times {ROW_S:g} s: give at least {3 * ROW_S / 60:g} minutes")
     raise SystemExit(asyncio.run(run(arguments.minutes, arguments.streams, arguments.most_growth)))

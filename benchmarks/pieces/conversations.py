@@ -52,14 +52,13 @@ class Run:
 
     def imbalance(self) -> float:
         """The largest ratio of a pod's load to the mean, both averaged over `WINDOW_S`, of successive windows."""
-        begun_s, worst = self.loads[0][0], 0.0
+        begun_s = self.loads[0][0]
         windows: dict[int, list[list[float]]] = {}
         for when_s, loads in self.loads:
             windows.setdefault(int((when_s - begun_s) / WINDOW_S), []).append(loads)
-        for window in list(windows.values())[:-1]:  # the last one is cut short
-            means = [fmean(pod) for pod in zip(*window, strict=True)]
-            worst = max(worst, max(means) / fmean(means))
-        return worst
+        whole = list(windows.values())[:-1]  # the last one is cut short
+        means = [[fmean(pod) for pod in zip(*window, strict=True)] for window in whole]
+        return max(max(pods) / fmean(pods) for pods in means)
 
 
 async def measure_conversations() -> tuple[list[dict[str, Any]], list[Check]]:

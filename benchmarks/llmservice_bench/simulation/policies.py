@@ -109,7 +109,7 @@ def _builtin(service: Service, _options: Options) -> Policy:
 
 def _hpa(service: Service, options: Options) -> Policy:
     metric = options.choice("metric", tuple(METRICS))
-    full = {"waiting": 1.0 / TARGET_UTILIZATION * 4, "kv_usage": 1.0}.get(metric, float(service.slots))
+    full = {"waiting": 4 / TARGET_UTILIZATION, "kv_usage": 1.0}.get(metric, float(service.slots))
     target = options.number("target", TARGET_UTILIZATION * full)
     return HorizontalPodAutoscaler(service.bounds, target, metric, options.number("stabilization", 300.0))
 
