@@ -11,9 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmservice_planner.traffic.traces import TraceError, read_requests
-
-__all__ = ["SAMPLE", "Lengths", "TraceError", "arrival_times", "draw", "read_arrivals", "read_trace", "scaled_to"]
+from llmservice_planner.traffic.traces import read_requests
 
 SAMPLE = Path(__file__).with_name("azure_conv_2023_sample.csv")
 """A uniform sample of 1,000 of the 19,366 rows of the Azure LLM inference trace 2023 (conversation), Microsoft, CC-BY

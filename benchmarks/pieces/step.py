@@ -26,7 +26,6 @@ VOCAB = 64  # small, to measure sampling per sequence; the sampler is measured s
 class StepCost:
     """The cost of a step in which every running sequence decodes one token."""
 
-    num_running: int
     host: Timing  # schedule, inputs, block tables, sample, update, encode; without the model
     cpu_p50_s: float  # CPU time of the step including the model, which other processes do not affect
     model_p50_s: float
@@ -65,7 +64,7 @@ def measure_step(num_running: int, temperature: float, steps: int = 200) -> Step
     gc.unfreeze()
     if len(engine.last_plan.scheduled) < num_running:
         raise ValueError(f"some of the {num_running} sequences had ended before the {steps} steps were over")
-    return StepCost(num_running, Timing.of(host), Timing.of(cpu).p50_s, Timing.of(own).p50_s, len(message))
+    return StepCost(Timing.of(host), Timing.of(cpu).p50_s, Timing.of(own).p50_s, len(message))
 
 
 def decode_together(engine: Engine, num_running: int) -> None:

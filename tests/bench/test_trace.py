@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmservice_bench.trace import SAMPLE, Lengths, TraceError, arrival_times, read_arrivals, read_trace, scaled_to
+from llmservice_bench.trace import SAMPLE, Lengths, arrival_times, read_arrivals, read_trace, scaled_to
+from llmservice_planner.traffic.traces import TraceError
 
 
 def test_bundled_sample_has_the_shape_of_the_whole_trace() -> None:
