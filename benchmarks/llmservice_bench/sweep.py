@@ -133,7 +133,7 @@ class HighestRate:
         kept = f"{self.requests_per_s:.2f} req/s" if self.requests_per_s else "none that was tried"
         broken = f"; {self.broken_at:.2f} is too many" if self.broken_at else ""
         settled = "" if self.is_settled else " (not settled: the time was over)" if self.requests_per_s else ""
-        return f"highest rate at which {self.kept_share:.0%} meet {self.targets} (ms): {kept}{broken}{settled}"
+        return f"highest rate at which {100 * self.kept_share:g}% meet {self.targets} (ms): {kept}{broken}{settled}"
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmservice_bench.client import TargetError
 from llmservice_bench.drive import Load
 from llmservice_bench.record import LatencyTargets, RequestRecord
-from llmservice_bench.sweep import RateSearch, Sweep, SweepPlan
+from llmservice_bench.sweep import HighestRate, RateSearch, Sweep, SweepPlan
 from llmservice_bench.trace import Lengths
 
 CAPACITY = 20.0
@@ -56,6 +56,12 @@ async def test_search_uses_the_results_of_the_curve() -> None:
     assert found.runs == len(sweep.points) - 4
     assert all(10.0 < (point.rate or 0) < 30.0 for point in sweep.points[4:]), "the rest was known"
     assert found.line().startswith("highest rate at which 99% meet ttft:200 (ms): 17.")
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.29, "29%"), (0.99, "99%"), (0.995, "99.5%"), (1.0, "100%")])
+def test_the_share_that_met_the_targets_is_not_rounded(share: float, shown: str) -> None:
+    found = HighestRate("ttft:200", share, 5.0, 6.0, 0.05, is_settled=True, runs=3)
+    assert found.line() == f"highest rate at which {shown} meet ttft:200 (ms): 5.00 req/s; 6.00 is too many"
 
 
 async def test_search_starts_no_run_after_its_time_limit() -> None:
