@@ -6,7 +6,7 @@ with two replicas, the loss of the leader by SIGTERM and by SIGKILL. The results
 benchmarks/results/operator_scale.json (operator_scale_kube-apiserver.json with KUBEBUILDER_ASSETS).
 
     python benchmarks/operator_scale.py                              1,000 services, ten minutes at most
-    python benchmarks/operator_scale.py --services 100 --steady 20   a quick run
+    python benchmarks/operator_scale.py --services 100 --steady 20   a quick run, whose results are not kept
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llmservice_operator.api.crd import crd
 from llmservice_planner.traffic.lengths import percentile
 from pieces.gateway_fleet import SERVICES, is_served
 
-NAMESPACE_COUNT = 10
+SERVICE_COUNT, NAMESPACE_COUNT = 1000, 10
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 SPEC: dict[str, Any] = {
     "model": {"uri": "hf://org/name", "shape": SHAPE},
@@ -302,7 +302,8 @@ async def run(count: int, steady_s: float, changes: int, limit_s: float) -> int:
         except TimeoutError:
             complete = False
             print(f"stopped: the rest was not measured within {limit_s:g} s (--limit)", file=sys.stderr)
-        write_results(bench, kind, complete=complete)
+        if count == SERVICE_COUNT:
+            write_results(bench, kind, complete=complete)
     return 0 if complete else 1
 
 
@@ -331,7 +332,7 @@ def write_results(bench: Bench, kind: str, *, complete: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--services", type=int, default=1000)
+    parser.add_argument("--services", type=int, default=SERVICE_COUNT)
     parser.add_argument("--steady", type=float, default=45.0, metavar="SECONDS", help="how long nothing changes")
     parser.add_argument("--changes", type=int, default=100, help="specs that change, five a second and then at once")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="stop after so long")

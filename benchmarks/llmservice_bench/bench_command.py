@@ -222,15 +222,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         add(subparsers)
 
 
-def _run(args: argparse.Namespace) -> int:
-    status: int = args.run_bench(args)
-    return status
-
-
 COMMAND = Command(
     help="measure throughput and latency under load",
     add_arguments=_add_arguments,
-    run=_run,
+    run=lambda args: args.run_bench(args),
     extra="bench",
     requires=("aiohttp", "matplotlib", "numpy", "rich"),
 )
