@@ -189,18 +189,28 @@ def padding_tokens(plan: Plan) -> int:
 
 
 def dynamic(config: EngineConfig, max_num_seqs: int, pool: BlockPool) -> BatchScheduler:
-    return BatchScheduler(pool, _batch_config(config, max_num_seqs, max_wait_s=0.05, padded=False))
+    return _scheduler(config, max_num_seqs, pool, max_wait_s=0.05, padded=False)
 
 
 def static(config: EngineConfig, max_num_seqs: int, pool: BlockPool) -> BatchScheduler:
-    return BatchScheduler(pool, _batch_config(config, max_num_seqs, max_wait_s=10.0, padded=True))
+    return _scheduler(config, max_num_seqs, pool, max_wait_s=10.0, padded=True)
 
 
-def _batch_config(config: EngineConfig, max_num_seqs: int, *, max_wait_s: float, padded: bool) -> BatchConfig:
-    wait_s = config.max_batch_wait_s
-    return BatchConfig(
+def _scheduler(
+    config: EngineConfig, max_num_seqs: int, pool: BlockPool, *, max_wait_s: float, padded: bool
+) -> BatchScheduler:
+    """Raises ConfigError where the pool holds the longest request only without what its layers' window has left."""
+    num_blocks = -(-(config.max_model_len or 1) // pool.groups.block_size)
+    if num_blocks > pool.num_usable:
+        raise ConfigError(
+            f"{config.scheduler} batches keep what the model's window has left: max_model_len {config.max_model_len} "
+            f"needs {num_blocks} blocks, the KV cache has {pool.num_usable}: lower it to "
+            f"{pool.num_usable * pool.groups.block_size}, enlarge the cache, or use --scheduler continuous"
+        )
+    batch = BatchConfig(
         batch_size=max_num_seqs,
-        max_wait_s=max_wait_s if wait_s is None else wait_s,
+        max_wait_s=max_wait_s if config.max_batch_wait_s is None else config.max_batch_wait_s,
         padded=padded,
         max_num_batched_tokens=config.step_tokens,
     )
+    return BatchScheduler(pool, batch)

@@ -1,16 +1,23 @@
 """Static and dynamic batching: no model, tokens are made up, every step's plan is read."""
 
+import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmservice_bench.batch_scheduler import PADDING, BatchConfig, BatchScheduler, padding_tokens
 from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import Plan
 from llmservice_server.engine.request import Request, Status
+from llmservice_server.runtime.startup import load_engine
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from llmservice_server.types.errors import ConfigError
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 
@@ -113,6 +120,30 @@ def test_a_batch_is_no_larger_than_its_memory() -> None:
         bench.add(4, 4)
     assert len(bench.step().scheduled) == 2
     assert bench.scheduler.num_waiting == {"interactive": 1, "batch": 0}
+
+
+def test_a_cache_that_holds_the_longest_request_only_without_what_its_window_has_left_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Such a request would wait for ever, and those behind it."""
+    spec = TinyModelSpec(layers=1, hidden_size=32, heads=2, kv_heads=2, max_position_embeddings=256)
+    write_tiny_model(tmp_path, spec)
+    config = json.loads((tmp_path / "config.json").read_text())
+    window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config | window))
+    block_bytes = 16 * 2 * 2 * 16 * 4
+    engine = EngineConfig(
+        model=tmp_path,
+        dtype="float32",
+        scheduler="static",
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        kv_cache_memory_bytes=9 * block_bytes,
+        threads=1,
+    )
+    with pytest.raises(ConfigError, match="max_model_len 256 needs 16 blocks, the KV cache has 8: lower it to 128"):
+        load_engine(engine)
+    assert load_engine(replace(engine, max_model_len=128)).ready.max_request_tokens == 128
 
 
 def test_a_batch_whose_last_member_is_cancelled_ends_with_it() -> None:

@@ -48,9 +48,9 @@ class Engine:
     """`clock` gives monotonic seconds, on the same clock as `GenerateRequest.arrival_s` and `deadline_s`."""
 
     def __init__(self, config: EngineConfig, started: Started, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError where the scheduler that `config` names is not installed."""
+        """Raises ConfigError where the scheduler that `config` names is not installed, or cannot run this model."""
         longest = started.kv_cache.max_model_len
-        config = replace(config, expected_tokens=min(config.expected_tokens, longest))
+        config = replace(config, max_model_len=longest, expected_tokens=min(config.expected_tokens, longest))
         self._clock = clock
         self._seed = config.seed
         self.runner = started.runner
