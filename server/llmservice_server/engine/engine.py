@@ -239,7 +239,8 @@ class Engine:
             if request.num_output_tokens + 1 < request.sampling.max_tokens:
                 continuing.append(request)
             else:
-                self.scheduler.finish(request)
+                with _expecting([request]):  # so that it counts with its last token
+                    self.scheduler.finish(request)
         return continuing
 
     def _take(self, result: StepResult, void: Collection[Request] = ()) -> list[Output]:

@@ -223,6 +223,17 @@ def test_no_step_is_taken_beyond_the_length_that_was_asked_for(folder: Path) -> 
     assert_idle(driver.engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_count_with_their_last_token_in_what_the_cache_is_predicted_to_hold(
+    folder: Path, overlap: bool
+) -> None:
+    driver = Driver.of(folder, overlap=overlap, prefix_caching=False)
+    for number in range(8):
+        driver.add(str(number), [number] * 47, max_tokens=1)
+    driver.run()
+    assert driver.engine.stats().num_admissible == 6  # of 48 tokens each, in 640
+
+
 def test_a_row_computed_after_a_stop_token_is_dropped(folder: Path) -> None:
     whole = Driver.of(folder)
     whole.add("r", prompt_of(9), max_tokens=12)
