@@ -1,6 +1,7 @@
 """Repetition, presence and frequency penalties, from counts that stay on the device.
 
-A step writes one entry for each request, its newest token's; a request's first step writes its row.
+A step writes one entry for each request, its newest token's; a request's first step writes its row. Any of it may fail
+for lack of memory, and the step is then computed again: what is written is noted once it is.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Penalties:
         histories = [request.history for _, request in requests if request.history is not None]
         row_numbers = [row for row, _ in requests]
         if self._rows is None or list(self._slots) != histories or row_numbers != self._row_numbers:
+            self._rows = None
             self._assign(histories, logits.device)
             self._row_numbers = row_numbers
             numbers = np.array([row_numbers, [self._slots[each] for each in histories]], np.int64)
@@ -66,9 +68,9 @@ class Penalties:
             self._slots, self._free = {}, list(range(num_slots))
         new = [history for history in histories if history not in self._slots]
         for history in new:
-            slot = self._slots[history] = self._free.pop()
             entries = np.stack([history.ids, history.counts])[:, : history.num_places].astype(np.int32)
-            self._table[:, slot, : history.num_places] = to_device(entries, device)
+            self._table[:, self._free[-1], : history.num_places] = to_device(entries, device)
+            self._slots[history] = self._free.pop()
             history.changed = []
         self._slots = {history: self._slots[history] for history in histories}
 
@@ -85,11 +87,12 @@ class Penalties:
             places += changed
             ids.append(history.ids[changed])
             counts.append(history.counts[changed])
-            history.changed = []
         if slots:
             entries = np.array([slots, places, np.concatenate(ids), np.concatenate(counts)], np.int64)
             moved = to_device(entries, self._table.device)
             self._table[:, moved[0], moved[1]] = moved[2:].to(torch.int32)
+        for history in histories:
+            history.changed = []
 
 
 def _parameters(requests: Sequence[tuple[int, SampledRequest]], device: torch.device) -> torch.Tensor:

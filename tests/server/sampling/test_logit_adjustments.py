@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmservice_server.backend.cpu.sampler import penalize as cpu_penalize
 from llmservice_server.backend.torch.sampler import penalize as torch_penalize
-from llmservice_server.engine.request import Request
+from llmservice_server.engine.request import Request, TokenHistory
 from llmservice_server.sampling import logit_adjustments
 from llmservice_server.sampling.penalties import Penalties
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
@@ -111,6 +111,36 @@ def test_counts_follow_requests_that_grow_leave_and_return(
         torch.testing.assert_close(logits, torch.tensor(wanted).view(len(batch), VOCAB), rtol=1e-5, atol=1e-5)
         for request in batch:
             request.append(token)
+
+
+class FailingHistory(TokenHistory):
+    """Its counts cannot be read when `fails`."""
+
+    fails = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "counts" and self.fails:
+            raise MemoryError
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("were_known", [False, True])
+def test_counts_are_right_after_a_step_that_failed_while_they_were_written(were_known: bool) -> None:
+    penalties = Penalties(torch_penalize)
+    batch = [request([1, 2, 3], [4], frequency_penalty=1.0), request([6], [], presence_penalty=1.0)]
+    history = batch[1].history = FailingHistory([6], 99)
+    if were_known:
+        adjust(torch.ones(2, VOCAB), batch, penalties)
+    for asked in batch:
+        asked.append(5)
+    history.fails = True
+    with pytest.raises(MemoryError):
+        adjust(torch.ones(2, VOCAB), batch, penalties)
+    history.fails = False
+    logits = torch.linspace(-3, 3, 2 * VOCAB).view(2, VOCAB)
+    wanted = [expected(row, asked) for row, asked in zip(logits.tolist(), batch, strict=True)]
+    adjust(logits, batch, penalties)
+    torch.testing.assert_close(logits, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None)  # torch's first call is slow
