@@ -213,6 +213,9 @@ def _why_unmaskable(sampling: SamplingParams, vocab_size: int) -> str | None:
         return f"allowed_token_ids or bad_words hold no id of the model's vocabulary, expected 0 to {vocab_size - 1}"
     if sampling.grammar is not None and (sampling.allowed_token_ids or sampling.bad_words):
         return "allowed_token_ids and bad_words cannot be combined with a grammar: leave one out"
+    allowed = {*sampling.allowed_token_ids}
+    if sampling.min_tokens and allowed and allowed.issubset(sampling.stop_token_ids):
+        return "allowed_token_ids holds only tokens that min_tokens forbids"
     return None
 
 

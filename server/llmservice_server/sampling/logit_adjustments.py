@@ -83,7 +83,9 @@ def _bad_next_tokens(request: SampledRequest) -> npt.NDArray[np.int64]:
     bad = {
         word[-1] for word in request.sampling.bad_words if len(word) == 1 or tuple(answer[1 - len(word) :]) == word[:-1]
     }
-    if bad and bad.issuperset(request.sampling.allowed_token_ids or (-1,)):
+    is_short = request.num_output_tokens < request.sampling.min_tokens
+    barred = bad | request.stop_token_ids if is_short else bad
+    if bad and barred.issuperset(request.sampling.allowed_token_ids or (-1,)):
         bad = set()
     return np.fromiter(bad, np.int64, len(bad))
 

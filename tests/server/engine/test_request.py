@@ -39,6 +39,7 @@ def refusal(prompt: list[int], **sampling: Any) -> str | None:
         ([1], {"temperature": 0.0, "top_p": 0.0, "top_k": 0}),
         ([1], {"temperature": 2.0, "top_p": 1.0, "top_k": 10_000}),
         ([1], {"allowed_token_ids": (0, 49), "bad_words": ((3,), (4, 5))}),
+        ([1], {"allowed_token_ids": (7, 8), "stop_token_ids": (7,), "min_tokens": 1}),
     ],
 )
 def test_what_can_be_served_is_admitted(prompt: list[int], sampling: dict[str, Any]) -> None:
@@ -72,6 +73,7 @@ def test_what_can_be_served_is_admitted(prompt: list[int], sampling: dict[str, A
         ([1], {"bad_words": ((1, -1),)}, "allowed_token_ids or bad_words"),
         ([1], {"bad_words": ((),)}, "allowed_token_ids or bad_words"),
         ([1], {"bad_words": ((1,),), "grammar": "{}"}, "cannot be combined with a grammar"),
+        ([1], {"allowed_token_ids": (7, 8), "stop_token_ids": (7, 8, 9), "min_tokens": 1}, "that min_tokens forbids"),
         ([1], {"logprobs": 21}, "expected 0 to 20"),
         ([1], {"prompt_logprobs": -1}, "expected 0 to 20"),
     ],

@@ -44,6 +44,8 @@ def expected(logits: list[float], asked: Request) -> list[float]:
     sampling = asked.sampling
     answer = asked.token_ids[asked.num_prompt_tokens :]
     bad = {word[-1] for word in sampling.bad_words if len(answer) >= len(word) - 1 and ends_with(answer, word[:-1])}
+    stops = asked.stop_token_ids if len(answer) < sampling.min_tokens else set[int]()
+    left = {*(sampling.allowed_token_ids or range(VOCAB))} - stops
     result = []
     for token, logit in enumerate(logits):
         if token in asked.token_ids:
@@ -52,11 +54,11 @@ def expected(logits: list[float], asked: Request) -> list[float]:
         count = answer.count(token)
         adjusted = logit - sampling.presence_penalty * (count > 0) - sampling.frequency_penalty * count
         adjusted += sampling.logit_bias.get(token, 0.0)
-        if len(answer) < sampling.min_tokens and token in asked.stop_token_ids:
+        if token in stops:
             adjusted = -math.inf
         if sampling.allowed_token_ids and token not in sampling.allowed_token_ids:
             adjusted = -math.inf
-        if token in bad and not bad.issuperset(sampling.allowed_token_ids or range(VOCAB)):
+        if token in bad and not bad.issuperset(left):
             adjusted = -math.inf
         result.append(adjusted)
     return result
@@ -73,6 +75,7 @@ REQUEST = st.builds(
     repetition_penalty=st.floats(0.1, 3) | st.just(1.0),
     logit_bias=st.dictionaries(TOKEN, st.floats(-100, 100), max_size=4),
     min_tokens=st.integers(0, 10),
+    stop_token_ids=st.lists(TOKEN, max_size=3).map(tuple),
     allowed_token_ids=st.lists(TOKEN, max_size=4, unique=True).map(tuple),
     bad_words=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
 )
@@ -91,6 +94,13 @@ def test_every_row_is_changed_by_its_own_requests_formula_and_by_nothing_else(
     wanted = [expected(row, asked) for row, asked in zip(logits.tolist(), requests, strict=True)]
     adjust(logits, requests, Penalties(PENALIZE[backend]))
     torch.testing.assert_close(logits, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_a_bad_word_passes_where_min_tokens_bars_the_only_other_token_that_is_allowed() -> None:
+    barring = {"allowed_token_ids": (3, 4), "bad_words": ((3, 3),), "stop_token_ids": (4,), "min_tokens": 2}
+    logits = torch.zeros(2, VOCAB)
+    adjust(logits, [request([0], [3], **barring), request([0], [3, 3], **barring)])
+    assert [row.isfinite().nonzero().flatten().tolist() for row in logits] == [[3], [4]]
 
 
 @settings(deadline=None)
