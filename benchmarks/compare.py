@@ -7,7 +7,7 @@ so that temporary slowness of a shared machine affects both.
 `--formats` compares our products of 8 and 4 bits with bfloat16's and with llama.cpp's Q8_0 and Q4_K_M, and
 transformers' code on our cache with transformers' own (`make bench-formats`). The head of the model of 4 bits has 8, as
 Q4_K_M's has more bits (6.56) than the rest.
-There is a file of results for each kind of CPU, by its vector instructions.
+There is a file of results for each kind of CPU, by its vector instructions; only whole runs write it.
 Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes. With `--avx2` every engine
 keeps to the instructions of a CPU without AVX-512, llama.cpp by another build (`make bench-avx2`).
 """
@@ -43,6 +43,7 @@ CLASSES = {
     STATIC: "peers.transformers_peers:StaticPeer",
 }
 INSTRUCTIONS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512", "avx512f": "AVX-512", "avx2": "AVX2"}
+REQUESTS = 96
 INT8, INT4, BY_TRANSFORMERS = "ours, int8", "ours, W4A16", "ours, by transformers"
 Q8_0, Q4_K_M = "llama.cpp Q8_0", "llama.cpp Q4_K_M"
 FORMATS = {
@@ -223,7 +224,8 @@ def keep_to_avx2(llama_cpp: Path) -> None:
     sys.path.insert(0, str(llama_cpp))
 
 
-def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int) -> int:
+def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int, *, is_whole: bool) -> int:
+    """is_whole: the results replace those of the last whole run."""
     if {LLAMA_CPP, Q8_0} & peers.keys() and find_spec("llama_cpp") is None:
         print("llama.cpp is missing: pip install -c constraints.txt -e '.[bench-peers]' compiles it, in minutes")
         return 2
@@ -239,7 +241,8 @@ def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int) -> int:
     print(*(check.line() for check in found), sep="\n")
     settings = {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}
     name = "compare_formats" if INT8 in peers else "compare"
-    Results(f"{name}_{cpu.lower().replace('-', '')}", rows, found, settings).write()
+    if is_whole:
+        Results(f"{name}_{cpu.lower().replace('-', '')}", rows, found, settings).write()
     return 1 if any(row["failed"] for row in rows) else 0
 
 
@@ -248,12 +251,13 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=[peer for peer in CLASSES if peer != OURS], nargs="+", help="peers")
     parser.add_argument("--formats", action="store_true", help="8-bit weights, and transformers' code on our cache")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
-    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--avx2", type=Path, metavar="FOLDER", help="emulate AVX2 only; of llama.cpp's package")
     arguments = parser.parse_args()
     if arguments.avx2:
         keep_to_avx2(arguments.avx2)
     if arguments.formats:
-        sys.exit(main(FORMATS, ["bfloat16"], arguments.requests))
+        sys.exit(main(FORMATS, ["bfloat16"], arguments.requests, is_whole=arguments.requests == REQUESTS))
+    is_whole = not arguments.only and {*arguments.dtype} == {*DTYPES} and arguments.requests == REQUESTS
     chosen = {peer: name for peer, name in CLASSES.items() if peer == OURS or peer in (arguments.only or CLASSES)}
-    sys.exit(main(chosen, arguments.dtype, arguments.requests))
+    sys.exit(main(chosen, arguments.dtype, arguments.requests, is_whole=is_whole))
