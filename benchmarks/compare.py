@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from llmservice_bench.models import SHAPES, checkpoint
-from llmservice_bench.report import AVX2_ONLY, Report, instructions, latency_cells, latency_titles
+from llmservice_bench.report import AVX2_ONLY, Report, latency_cells, latency_titles
 from llmservice_bench.results import Check, Results
 from llmservice_bench.trace import Lengths, read_trace, scaled_to
 from peers.process import PeerProcess
@@ -42,7 +42,6 @@ CLASSES = {
     CONTINUOUS: "peers.transformers_peers:ContinuousPeer",
     STATIC: "peers.transformers_peers:StaticPeer",
 }
-INSTRUCTIONS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512", "avx512f": "AVX-512", "avx2": "AVX2"}
 REQUESTS = 96
 INT8, INT4, BY_TRANSFORMERS = "ours, int8", "ours, W4A16", "ours, by transformers"
 Q8_0, Q4_K_M = "llama.cpp Q8_0", "llama.cpp Q4_K_M"
@@ -236,13 +235,11 @@ def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int, *, is_whol
         measured, judged = compare(peers, dtype, count)
         rows += measured
         found += judged
-    cpu = INSTRUCTIONS.get(instructions() or "", "other")
-    found = [replace(check, what=f"{cpu}, {check.what}") for check in found]
     print(*(check.line() for check in found), sep="\n")
     settings = {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}
     name = "compare_formats" if INT8 in peers else "compare"
     if is_whole:
-        Results(f"{name}_{cpu.lower().replace('-', '')}", rows, found, settings).write()
+        Results(name, rows, found, settings).by_cpu().write()
     return 1 if any(row["failed"] for row in rows) else 0
 
 

@@ -163,17 +163,25 @@ def machine() -> dict[str, Any]:
     }
 
 
-def instructions() -> str | None:
-    """The widest vector instructions in use on Linux, as /proc/cpuinfo names them; None where they are not known."""
+_KINDS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512", "avx512f": "AVX-512", "avx2": "AVX2"}
+
+
+def cpu_kind() -> str:
+    """By the widest vector instructions in use: AMX, AVX-512, AVX2 or other."""
+    return _KINDS.get(_instructions() or "", "other")
+
+
+def _instructions() -> str | None:
+    """As /proc/cpuinfo names them; None where they are not known."""
     flags = _cpu_info().get("flags", "").split()
     if AVX2_ONLY.items() <= os.environ.items():
         flags = ["avx2"]
-    return next((each for each in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if each in flags), None)
+    return next((each for each in _KINDS if each in flags), None)
 
 
 def _processor() -> str:
     """The processor's model and its vector instructions on Linux, else the architecture."""
-    widest = instructions()
+    widest = _instructions()
     return _cpu_info().get("model name", platform.machine()) + (f" with {widest}" if widest else "")
 
 

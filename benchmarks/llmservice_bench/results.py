@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import operator
 import shutil
@@ -13,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from llmservice_bench.report import machine
+from llmservice_bench.report import cpu_kind, machine
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
@@ -57,6 +58,12 @@ class Results:
     """The options that affect the figures."""
     notes: Sequence[str] = ()
     """Sentences for the report about the rows or missed targets."""
+
+    def by_cpu(self) -> Results:
+        """With names of this kind of CPU, so that results of another kind stay."""
+        kind = cpu_kind()
+        checks = [dataclasses.replace(check, what=f"{kind}, {check.what}") for check in self.checks]
+        return dataclasses.replace(self, name=f"{self.name}_{kind.lower().replace('-', '')}", checks=checks)
 
     def write(self, folder: Path = FOLDER) -> Path:
         """Write `<name>.json`, replacing an earlier one."""
