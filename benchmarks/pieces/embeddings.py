@@ -50,8 +50,9 @@ def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
                     engine.embedder.add(Embed(request_id=f"e{next(requests)}", inputs=inputs), time.monotonic())
                 began_s = time.perf_counter()
                 if beside:
-                    done = engine.embed(step_s)
-                    counted.embedded_tokens += num_inputs * input_tokens * len(done)
+                    waiting = engine.embedder.num_waiting
+                    engine.embed(step_s)
+                    counted.embedded_tokens += input_tokens * (waiting - engine.embedder.num_waiting)
                 stepped_s = time.perf_counter()
                 engine.step()
                 step_s = time.perf_counter() - stepped_s
