@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmservice_bench.report import Distribution
+from llmservice_server.runtime.embeddings import BatchEmbedder
 from llmservice_server.types.messages import Embed
 from pieces.step import decoding_engine
 
@@ -40,19 +41,21 @@ def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
     Raises ValueError if a stream ends before.
     """
     engine = decoding_engine(MODEL, NUM_STREAMS, 2 * (PHASES + 2) * STEPS)
+    embedder = engine.embedder
+    assert isinstance(embedder, BatchEmbedder)  # noqa: S101 - it says how many inputs are left
     phases, requests = {False: _Phase(), True: _Phase()}, itertools.count()
     inputs, step_s = [[5] * input_tokens] * num_inputs, None
     for number in range(PHASES + 1):
         for beside, phase in phases.items():
             counted = phase if number else _Phase()
             for _ in range(STEPS):
-                if beside and engine.embedder.due_s() is None:
-                    engine.embedder.add(Embed(request_id=f"e{next(requests)}", inputs=inputs), time.monotonic())
+                if beside and embedder.due_s() is None:
+                    embedder.add(Embed(request_id=f"e{next(requests)}", inputs=inputs), time.monotonic())
                 began_s = time.perf_counter()
                 if beside:
-                    waiting = engine.embedder.num_waiting
+                    waiting = embedder.num_waiting
                     engine.embed(step_s)
-                    counted.embedded_tokens += input_tokens * (waiting - engine.embedder.num_waiting)
+                    counted.embedded_tokens += input_tokens * (waiting - embedder.num_waiting)
                 stepped_s = time.perf_counter()
                 engine.step()
                 step_s = time.perf_counter() - stepped_s
