@@ -198,7 +198,7 @@ def is_own(raw: Mapping[str, Any]) -> bool:
     """
     if text_part(raw) is not None:
         return True
-    if isinstance(kind := raw.get("model_type"), str) and kind not in FAMILIES:
+    if isinstance(kind := raw.get("model_type"), str) and find_family(kind) is None:
         return False
     named = raw.get("architectures") or []
     return not isinstance(named, list) or not named or any(_with_head(each) in SERVED for each in named)

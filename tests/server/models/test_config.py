@@ -120,7 +120,10 @@ def test_the_page_about_models_names_every_architecture() -> None:
     assert [name for name in SERVED if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("llama", True), ("mistral", True), (None, True), ("exaone", False)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("llama", True), ("mistral", True), ("qwen2_5_vl_text", True), (None, True), ("exaone", False)],
+)
 def test_a_model_of_another_kind_is_not_of_our_own_whatever_it_names(kind: str | None, expected: bool) -> None:
     """transformers saves EXAONE as a LlamaForCausalLM, with tensors of other names."""
     assert is_own({"architectures": ["LlamaForCausalLM"], "model_type": kind}) == expected
