@@ -6,8 +6,8 @@ keys and values are read once, a tile at a time, with a running maximum and sum 
 
 A decode's tile is `[lanes, head_dim]` keys of one block, read in place by vector code for a fixed `group` (query heads
 that share a key head) and head size, so that sums stay in registers; numba's own loops know these numbers only at run
-time. Tiles of several query tokens are computed by the matrix product of `linear.py`: 64 keys, gathered from their
-blocks, are packed as its weights are, and serve every row of the tile.
+time. Tiles of several query tokens are computed by the matrix product of `linear_kernels.py`: 64 keys, gathered from
+their blocks, are packed as its weights are, and serve every row of the tile.
 """
 
 from __future__ import annotations
