@@ -149,7 +149,8 @@ class ModelShape(Dimensions):
         if values.get("sliding_window"):
             values.setdefault("sliding_layers", values["layers"])
         counts = {name: values.pop(name) for name in _COUNTS if name in values}
-        return cls(**values, counts=WeightCounts(**counts) if any(counts.values()) else None)
+        is_complete = bool(counts.get("other_parameters"))  # norms are some of every checkpoint
+        return cls(**values, counts=WeightCounts(**counts) if is_complete else None)
 
     def to_fields(self) -> dict[str, Any]:
         """The camelCase fields for `from_fields`, without defaults; those of `counts` are beside the others."""

@@ -122,6 +122,11 @@ def test_null_fields_are_as_if_left_out() -> None:
     assert ModelShape.from_fields({**FIGURES, "slidingWindow": None}) == ModelShape.from_fields(FIGURES)
 
 
+def test_weights_are_counted_from_the_shape_where_their_counts_are_incomplete() -> None:
+    incomplete = ModelShape.from_fields({**FIGURES, "quantizedParameters": 100, "adaptedFeatures": 100})
+    assert incomplete.num_parameters == ModelShape.from_fields(FIGURES).num_parameters
+
+
 def test_the_keys_are_camel_case() -> None:
     assert {"kvHeads", "headDim", "hiddenSize", "tieWordEmbeddings", "kvLoraRank", "vHeadDim"} <= set(FIELD_NAMES)
 
