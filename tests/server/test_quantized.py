@@ -523,6 +523,13 @@ def test_parts_with_blocks_across_their_borders_are_fused() -> None:
     assert torch.equal(fuse(parts).dequantize(torch.float32), expected)
 
 
+def test_some_outputs_of_a_matrix_keep_no_memory_of_the_others() -> None:
+    whole = QuantizedWeight.int8(torch.randn(192, 64))
+    some = whole.outputs(64, 128)
+    assert torch.equal(some.dequantize(torch.float32), whole.dequantize(torch.float32)[64:128])
+    assert some.nbytes == some.values.untyped_storage().nbytes() + some.scales.untyped_storage().nbytes()
+
+
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @each_format
 def test_the_planner_predicts_the_measured_weights(tmp_path: Path, name: str, quantization: Quantization) -> None:

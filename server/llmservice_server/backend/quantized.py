@@ -108,10 +108,10 @@ class QuantizedWeight:
         return replace(self, scales=self.scales.repeat_interleave(self.rows, 0)[:outputs], zeros=zeros, rows=1)
 
     def outputs(self, first: int, end: int) -> Self:
-        """Some of the outputs."""
+        """A copy of some of the outputs, so that no memory of the others is kept."""
         whole = self.by_row()
         names = ("values", "scales", "zeros", "output_scales")
-        parts = {name: part[first:end] for name in names if (part := getattr(whole, name)) is not None}
+        parts = {name: part[first:end].clone() for name in names if (part := getattr(whole, name)) is not None}
         return replace(whole, **parts)
 
     @classmethod
