@@ -1,4 +1,4 @@
-"""The loaded size of a checkpoint, read from the headers of its safetensors files.
+"""The weight files of a checkpoint, and the tensors and sizes that the headers of safetensors files give.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of little-endian header length, a JSON header with
 each tensor's `dtype`, `shape` and `data_offsets`, then the tensors. No tensor and no pickle is read.
