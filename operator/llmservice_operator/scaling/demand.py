@@ -8,12 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 SAMPLE_S = 15.0
 """Length of the short window: three passes."""
-_REMEMBERED_S = 600.0
-"""Two of the longest stretches that a trend is measured over."""
 LENGTHS_FACTOR = 2.0
 """Variance of the load of n requests against that of n equal ones: 1 + cv², where prompts weigh most. In the Azure
 conversation trace of 2023 the coefficient of variation of prompts is 0.96, that of answers 0.77."""
@@ -90,12 +87,3 @@ class Cost:
 
 def mean(demands: Sequence[Demand]) -> Demand:
     return sum(demands, start=NO_DEMAND).scaled(1 / len(demands))
-
-
-def remembered(samples: Samples, recent: Demand, now: float) -> tuple[tuple[float, Demand], ...]:
-    """With the newest sample, once `SAMPLE_S` have passed since the last one, and without those that are too old."""
-    oldest_s = now - _REMEMBERED_S
-    kept = [sample for sample in takewhile(lambda one: one[0] <= now, samples) if sample[0] > oldest_s]
-    if not kept or now - kept[-1][0] >= 0.9 * SAMPLE_S:
-        kept.append((now, recent))
-    return tuple(kept)

@@ -11,7 +11,8 @@ from itertools import pairwise
 
 from llmservice_operator.api.status import AutoscalingStatus
 from llmservice_operator.pods.pod import epoch
-from llmservice_operator.scaling.demand import Demand, remembered
+from llmservice_operator.scaling.demand import Demand
+from llmservice_operator.scaling.trend import remembered
 
 LONGEST_GAP_S = 120.0
 """Ticks are seconds apart, a failed pass at most two minutes. A longer gap is a suspended process, or a source of

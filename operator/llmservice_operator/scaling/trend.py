@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import takewhile
 
 from llmservice_operator.scaling.demand import LENGTHS_FACTOR, SAMPLE_S, Cost, Demand, Samples, mean
 
@@ -113,3 +114,12 @@ def is_burst(recent: Demand, samples: Samples, cost: Cost, window_s: float, now:
     count = recent.requests * SAMPLE_S
     expected = count * load_before / load
     return 2 * (math.sqrt(count) - math.sqrt(expected + 3 / 8)) > _BURST_CERTAIN * math.sqrt(LENGTHS_FACTOR)
+
+
+def remembered(samples: Samples, recent: Demand, now: float) -> tuple[tuple[float, Demand], ...]:
+    """With the newest sample, once `SAMPLE_S` have passed since the last one, and without those that are too old."""
+    oldest_s = now - 2 * max(_STRETCHES_S)
+    kept = [sample for sample in takewhile(lambda one: one[0] <= now, samples) if sample[0] > oldest_s]
+    if not kept or now - kept[-1][0] >= 0.9 * SAMPLE_S:
+        kept.append((now, recent))
+    return tuple(kept)

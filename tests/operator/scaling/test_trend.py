@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmservice_operator.scaling.demand import SAMPLE_S, Cost, Demand, mean
-from llmservice_operator.scaling.trend import is_burst, is_growing, trend
+from llmservice_operator.scaling.trend import is_burst, is_growing, remembered, trend
 
 NOW = 10_000.0
 COST = Cost(request_s=0.0, prompt_token_s=1e-4, output_token_s=1e-3)
@@ -133,3 +135,13 @@ def test_more_demand_is_no_less_a_burst(rates: list[float], recent: float, more:
 
     if is_burst(demand(recent), samples, COST, 60.0, NOW):
         assert is_burst(demand(recent + more), samples, COST, 60.0, NOW)
+
+
+def test_samples_are_kept_for_ten_minutes_at_most_one_for_each_quarter_of_a_minute() -> None:
+    samples: tuple[tuple[float, Demand], ...] = ()
+    for tick in range(400):
+        samples = remembered(samples, demand(tick), tick * 5.0)
+
+    times = [when for when, _ in samples]
+    assert 570 <= times[-1] - times[0] <= 600
+    assert {later - earlier for earlier, later in pairwise(times)} == {SAMPLE_S}
