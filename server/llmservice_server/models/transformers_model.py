@@ -255,10 +255,18 @@ class Replaced(NamedTuple):
     modules: list[list[str]]  # of each of our matrices, what the checkpoint may name the modules that it is fused of
 
 
-def replaced_weights(folder: Path) -> Iterator[Replaced]:
-    """Of a model that `examine` has found fit to be served."""
-    model = _without_memory(folder)
+def without_memory(folder: Path) -> Any:
+    """A model that `examine` has found fit to be served."""
+    _, text = read_configs(folder)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    with torch.device("meta"):
+        model = model_class._from_config(text)
     pass_latents(model)
+    return model
+
+
+def replaced_weights(model: torch.nn.Module) -> Iterator[Replaced]:
+    """Of a model of `without_memory`."""
     for module, name, _ in _parts_of(model):
         if _gate_of(module) is None:
             yield Replaced(f"{name}.weight", tuple(module.weight.shape), [[name]])
@@ -269,9 +277,9 @@ def replaced_weights(folder: Path) -> Iterator[Replaced]:
             yield Replaced(f"{name}.{stack}", shape, modules)
 
 
-def renamed_modules(folder: Path, names: Iterable[str]) -> dict[str, list[str]]:
+def renamed_modules(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
     """What transformers' model calls modules of a checkpoint: several where it splits a matrix by its outputs."""
-    transforms = get_model_conversion_mapping(_without_memory(folder))
+    transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     splits = [each for each in transforms if isinstance(each, WeightConverter) and _splits_outputs(each)]
     return {name: _renamed(f"{name}.weight", renamings, splits) for name in names}
@@ -292,13 +300,6 @@ def _renamed(tensor: str, renamings: Sequence[Any], splits: Sequence[Any]) -> li
                 for target in split.target_patterns
             ]
     return [tensor.removesuffix(".weight")]
-
-
-def _without_memory(folder: Path) -> Any:
-    _, text = read_configs(folder)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
-    with torch.device("meta"):
-        return model_class._from_config(text)
 
 
 def _parts_of(model: torch.nn.Module) -> Iterator[tuple[Any, str, Callable[[torch.nn.Module], None]]]:

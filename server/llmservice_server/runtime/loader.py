@@ -173,11 +173,12 @@ class Checkpoint:
 
         Each of these is read when it is put in its place.
         """
-        from llmservice_server.models.transformers_model import TransformersModel, replaced_weights
+        from llmservice_server.models.transformers_model import TransformersModel, replaced_weights, without_memory
 
         stored = self._modules(every=False) if config.quantization is not None else {}
-        replaced = [*replaced_weights(self.folder)] if stored else []
-        places = self._places(stored, replaced)
+        model = without_memory(self.folder) if stored else None
+        replaced = [] if model is None else [*replaced_weights(model)]
+        places = {} if model is None else _places(model, stored, replaced)
         matrices = _Matrices(config.quantization, stored, TensorReader())
 
         def is_stored(modules: Sequence[str]) -> bool:
@@ -195,23 +196,6 @@ class Checkpoint:
 
         found = self._for_transformers(places, matrices, replaced, form.dtype) if stored else None
         return TransformersModel.load(self.folder, config, form.dtype, form.device, quantized_of, found, max_model_len)
-
-    def _places(self, stored: Iterable[str], replaced: Sequence[Replaced]) -> dict[str, _Place]:
-        """Where transformers' model has these quantised modules, by `place_of`."""
-        from llmservice_server.models.transformers_model import renamed_modules
-
-        sizes = {place_of(name): each.shape[0] for each in replaced for modules in each.modules for name in modules}
-        places = {}
-        for name, modules in (renamed_modules(self.folder, stored) if replaced else {}).items():
-            if len(modules) == 1:
-                places[place_of(modules[0])] = _Place(name)
-            elif sizes.keys() >= {*map(place_of, modules)}:
-                ends = [*accumulate(sizes[place_of(module)] for module in modules)]
-                for module, first, end in zip(modules, [0, *ends], ends, strict=False):
-                    places[place_of(module)] = _Place(name, (first, end))
-            else:
-                places[place_of(name)] = _Place(name)
-        return places
 
     def _for_transformers(
         self,
@@ -366,6 +350,24 @@ class _Place(NamedTuple):
     module: str
     outputs: tuple[int, int] | None = None
     """First and end; None: all."""
+
+
+def _places(model: torch.nn.Module, stored: Iterable[str], replaced: Sequence[Replaced]) -> dict[str, _Place]:
+    """Where transformers' `model` has these quantised modules, by `place_of`."""
+    from llmservice_server.models.transformers_model import renamed_modules
+
+    sizes = {place_of(name): each.shape[0] for each in replaced for modules in each.modules for name in modules}
+    places = {}
+    for name, modules in renamed_modules(model, stored).items():
+        if len(modules) == 1:
+            places[place_of(modules[0])] = _Place(name)
+        elif sizes.keys() >= {*map(place_of, modules)}:
+            ends = [*accumulate(sizes[place_of(module)] for module in modules)]
+            for module, first, end in zip(modules, [0, *ends], ends, strict=False):
+                places[place_of(module)] = _Place(name, (first, end))
+        else:
+            places[place_of(name)] = _Place(name)
+    return places
 
 
 @dataclass(frozen=True, slots=True)
