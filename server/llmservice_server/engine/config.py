@@ -32,19 +32,22 @@ ToolCallFormatName = Literal[
     "minimax_m2",
     "glm",
     "gemma",
+    "functiongemma",
     "mistral",
     "nemotron",
     "granite",
     "hunyuan",
     "phi4_mini",
+    "apertus",
     "deepseek_v3",
     "deepseek_v31",
     "cohere",
+    "olmo3",
     "llama3_json",
     "harmony",
 ]
 ReasoningFormatName = Literal[
-    "auto", "none", "think", "hunyuan", "ernie", "seed_oss", "mistral", "gemma", "cohere", "harmony"
+    "auto", "none", "think", "hunyuan", "ernie", "seed_oss", "mistral", "apertus", "gemma", "cohere", "harmony"
 ]
 
 

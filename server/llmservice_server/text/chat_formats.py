@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from llmservice_server.engine.config import ReasoningFormatName, ToolCallFormatName
 from llmservice_server.sampling.grammar import LarkRules, behind, lark_grammar
 from llmservice_server.text import json_calls
-from llmservice_server.text.gemma import GEMMA
+from llmservice_server.text.gemma import FUNCTIONGEMMA, GEMMA
+from llmservice_server.text.olmo import OLMO3
 from llmservice_server.text.reasoning import (
     CALL,
     CHANNEL,
@@ -33,6 +34,7 @@ END_TOKENS: Mapping[str, tuple[str, ...]] = {
     "harmony": (CALL, "<|return|>"),
     "llama3_json": ("<|eom_id|>",),
     "gemma": ("<turn|>", "<|tool_response>"),
+    "functiongemma": ("<start_function_response>",),
 }
 """Tokens that end an answer in a format, also where generation_config.json does not name them."""
 
@@ -69,6 +71,7 @@ class FormatNames:
 _CALLS_BEGIN: Mapping[str, ToolCallFormatName] = {
     "<|channel|>": "harmony",
     "<|tool_call>": "gemma",
+    "<start_function_call>": "functiongemma",
     "<seed:tool_call>": "seed_oss",
     "<minimax:tool_call>": "minimax_m2",
     "<arg_key>": "glm",
@@ -78,8 +81,10 @@ _CALLS_BEGIN: Mapping[str, ToolCallFormatName] = {
     "<|tool_call|>": "granite",
     "<tool_calls>": "hunyuan",
     "functools[": "phi4_mini",
+    "<|tools_prefix|>": "apertus",
     "<｜tool▁calls▁begin｜>": "deepseek_v31",
     "<|START_ACTION|>": "cohere",
+    "<function_calls>": "olmo3",
     '"parameters": ': "llama3_json",
     "<|python_tag|>": "llama3_json",
 }
@@ -90,9 +95,10 @@ def _tool_call_format(template: str) -> ToolCallFormatName:
     for words, name in _CALLS_BEGIN.items():
         if words not in template:
             continue
-        if name == "deepseek_v31":
-            shows_tools = re.search(r"\btools\b", template)  # DeepSeek's own templates do not
-            return "none" if not shows_tools else "deepseek_v3" if "```json" in template else name
+        if name in ("deepseek_v31", "olmo3") and not re.search(r"\btools\b", template):
+            return "none"  # DeepSeek's own templates and those of OLMo 3 Think do not show tools to the model
+        if name == "deepseek_v31" and "```json" in template:
+            return "deepseek_v3"
         return "qwen3_coder" if name == "hermes" and "<function=" in template else name
     return "none"
 
@@ -102,6 +108,7 @@ _REASONING_SHOWN: Mapping[str, ReasoningFormatName] = {
     "<|channel>": "gemma",
     "<seed:think>": "seed_oss",
     "[THINK]": "mistral",
+    "<|inner_prefix|>": "apertus",
     "<|START_THINKING|>": "cohere",
     "<|START_RESPONSE|>": "cohere",
 }
@@ -237,7 +244,7 @@ def _tool_format(name: ToolCallFormatName, template: str) -> ToolFormat | None:
         return json_calls.MISTRAL_ARGS
     if name == "glm" and "</arg_key><arg_value>" in template:
         return GLM_COMPACT
-    formats = (*json_calls.JSON_FORMATS, QWEN3_CODER, SEED_OSS, MINIMAX_M2, GLM, GEMMA)
+    formats = (*json_calls.JSON_FORMATS, QWEN3_CODER, SEED_OSS, MINIMAX_M2, GLM, GEMMA, FUNCTIONGEMMA, OLMO3)
     return {layout.name: layout for layout in formats}.get(name)
 
 

@@ -1,11 +1,15 @@
-"""Gemma 4's tool calls: `call:name{key:value,…}`, where keys are bare and strings stand between two quote tokens."""
+"""Tool calls of Gemma 4 and FunctionGemma: `call:name{key:value,…}`.
+
+Keys are bare, and strings stand between two quote tokens.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from llmservice_server.sampling.grammar import LarkRules
@@ -20,8 +24,7 @@ from llmservice_server.text.tool_calls import (
 from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, options_of, string_pattern
 from llmservice_server.types.errors import GrammarError
 
-QUOTE = '<|"|>'
-_HEAD = re.compile(r"<\|tool_call>\s*call:([\w.-]+)\s*(?=\{)")
+_HEAD = re.compile(r"(?:<\|tool_call>|<start_function_call>)\s*call:([\w.-]+)\s*(?=\{)")
 _LITERALS = {
     "integer": r"/-?(0|[1-9][0-9]{0,18})/",
     "number": r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][-+]?[0-9]{1,3})?/",
@@ -34,15 +37,17 @@ _LITERALS = {
 class GemmaFormat(ToolFormat):
     """Strings are written as they are, other values as JSON but for the keys of objects."""
 
+    quote: str
+
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
         try:
-            arguments = _Values(rules, tool.arguments).object(tool.arguments)
+            arguments = _Values(rules, tool.arguments, self.quote).object(tool.arguments)
         except RecursionError as error:
             raise GrammarError(f"the schema of {tool.name} is nested too deeply: flatten it") from error
         return f"{rules.literal(f'call:{tool.name}')} {arguments}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
-        return JsonCallParser(self, _HEAD, _Arguments)
+        return JsonCallParser(self, _HEAD, partial(_Arguments, self.quote))
 
 
 GEMMA = GemmaFormat(
@@ -50,15 +55,26 @@ GEMMA = GemmaFormat(
     trigger="<|tool_call>",
     separator="<tool_call|><|tool_call>",
     end="<tool_call|>",
-    markers=("<|tool_call>", "<tool_call|>", QUOTE),
+    quote='<|"|>',
+    markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
+)
+FUNCTIONGEMMA = replace(
+    GEMMA,
+    name="functiongemma",
+    trigger="<start_function_call>",
+    separator="<end_function_call><start_function_call>",
+    end="<end_function_call>",
+    quote="<escape>",
+    markers=("<start_function_call>", "<end_function_call>", "<escape>"),
 )
 
 
 class _Values:
     """The grammar of values, with the definitions of one function's arguments."""
 
-    def __init__(self, rules: LarkRules, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, rules: LarkRules, arguments: Mapping[str, Any], quote: str) -> None:
         self._rules = rules
+        self._quote = quote
         self._shared = {name: arguments[name] for name in ("$defs", "definitions") if name in arguments}
         self._of_references: dict[str, str] = {}
         self._any: str | None = None
@@ -93,12 +109,12 @@ class _Values:
 
     def _choice(self, choice: Any) -> str:
         if isinstance(choice, str):
-            return self._rules.literal(f"{QUOTE}{choice}{QUOTE}")
+            return self._rules.literal(f"{self._quote}{choice}{self._quote}")
         return json.dumps(json.dumps(choice))
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        _, text = self._rules.text_until(QUOTE, pattern=string_pattern(schema))
-        return f"{self._rules.literal(QUOTE)} {text}"
+        _, text = self._rules.text_until(self._quote, pattern=string_pattern(schema))
+        return f"{self._rules.literal(self._quote)} {text}"
 
     def _referred(self, reference: str) -> str:
         """Of a definition, which may refer to itself; of others, anything."""
@@ -131,7 +147,8 @@ class _Values:
 class _Arguments:
     """Implements `Arguments`: makes JSON of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, quote: str) -> None:
+        self._quote = quote
         self._open: list[str] = []  # braces and brackets
         self._in_string = False
         self._expects_key = False
@@ -139,12 +156,12 @@ class _Arguments:
         self.rest = ""
 
     def append(self, text: str) -> str:
-        written, place = "", 0
+        written, place, quote = "", 0, self._quote
         while place < len(text) and not self.complete:
             if self._in_string:
                 piece, taken = self._take_string(text[place:])
-            elif QUOTE.startswith(text[place : place + len(QUOTE)]):
-                piece, taken = ('"', len(QUOTE)) if text.startswith(QUOTE, place) else ("", 0)
+            elif quote.startswith(text[place : place + len(quote)]):
+                piece, taken = ('"', len(quote)) if text.startswith(quote, place) else ("", 0)
                 self._in_string, self._expects_key = bool(taken), self._expects_key and not taken
             elif self._expects_key and not (text[place].isspace() or text[place] == "}"):
                 key, colon, _ = text[place:].partition(":")
@@ -164,11 +181,11 @@ class _Arguments:
 
     def _take_string(self, text: str) -> tuple[str, int]:
         """JSON of what belongs to the string, its end included, and how much of `text` that is."""
-        string, end, _ = text.partition(QUOTE)
+        string, end, _ = text.partition(self._quote)
         if end:
             self._in_string = False
-            return escaped_json(string) + '"', len(string) + len(QUOTE)
-        held = next(size for size in range(len(QUOTE) - 1, -1, -1) if text.endswith(QUOTE[:size]))
+            return escaped_json(string) + '"', len(string) + len(self._quote)
+        held = next(size for size in range(len(self._quote) - 1, -1, -1) if text.endswith(self._quote[:size]))
         return escaped_json(text[: len(text) - held]), len(text) - held
 
     def _take(self, letter: str) -> None:

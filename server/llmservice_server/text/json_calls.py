@@ -25,6 +25,7 @@ _HEAD = re.compile(
         | (?:function<｜tool▁sep｜>)? ([\w.-]+) (?:<｜tool▁sep｜>|\s*```json) ) \s* (?=\{)""",
     re.VERBOSE,
 )
+_APERTUS_HEAD = re.compile(r'\{\s*"([\w.-]+)"\s*:\s*(?=\{)')
 
 
 def _short_id() -> str:
@@ -39,6 +40,7 @@ class JsonFormat(ToolFormat):
     number: str = ""  # before the call's number, which then stands before `head`
     head: str  # %s: the name
     tail: str = "}"
+    found_head: re.Pattern[str] = _HEAD  # of any of the formats
 
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
         head, tail = rules.literal(self.head % tool.name), f" {rules.literal(self.tail)}" if self.tail else ""
@@ -47,7 +49,7 @@ class JsonFormat(ToolFormat):
         return f"{head} {json_arguments(rules, tool)}{tail}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
-        return JsonCallParser(self, _HEAD, JsonObject)
+        return JsonCallParser(self, self.found_head, JsonObject)
 
 
 HERMES = JsonFormat(
@@ -97,6 +99,15 @@ HUNYUAN = replace(
 )
 PHI4_MINI = replace(NEMOTRON, name="phi4_mini", trigger="functools[", start="", end="]", markers=("functools[",))
 """As the template says that others have for it: its own takes no tools."""
+APERTUS = replace(
+    NEMOTRON,
+    name="apertus",
+    trigger="<|tools_prefix|>",
+    head='{"%s": ',
+    end="]<|tools_suffix|>",
+    markers=("<|tools_prefix|>", "<|tools_suffix|>"),
+    found_head=_APERTUS_HEAD,
+)
 DEEPSEEK_V31 = JsonFormat(
     name="deepseek_v31",
     trigger="<｜tool▁calls▁begin｜>",
@@ -133,7 +144,19 @@ LLAMA3_JSON = JsonFormat(
     separator="; ",
     markers=("<|python_tag|>",),
 )
-JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, HUNYUAN, PHI4_MINI, DEEPSEEK_V3, DEEPSEEK_V31, COHERE, LLAMA3_JSON)
+JSON_FORMATS = (
+    HERMES,
+    MISTRAL,
+    NEMOTRON,
+    GRANITE,
+    HUNYUAN,
+    PHI4_MINI,
+    APERTUS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    COHERE,
+    LLAMA3_JSON,
+)
 
 
 class JsonCallParser(ToolCallParser):

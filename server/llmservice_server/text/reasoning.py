@@ -112,6 +112,7 @@ TAGS = {
     "ernie": replace(_THINK, answer=("<response>", "</response>")),
     "seed_oss": Tags("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
     "mistral": Tags("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
+    "apertus": Tags("<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")),
     "gemma": Tags("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
     "cohere": Tags(
         "<|START_THINKING|>",

@@ -194,5 +194,10 @@ def test_tools_are_refused_by_a_server_without_a_format(start_server: Callable[.
 def test_an_unknown_format_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "--model", "absent", "--tool-call-format", "xml"])
-    known = "mistral, nemotron, granite, hunyuan, phi4_mini, deepseek_v3, deepseek_v31, cohere, llama3_json, harmony"
-    assert f"hermes, qwen3_coder, seed_oss, minimax_m2, glm, gemma, {known}" in capsys.readouterr().err.replace("'", "")
+    known = (
+        "mistral, nemotron, granite, hunyuan, phi4_mini, apertus, deepseek_v3, deepseek_v31, cohere, olmo3, llama3_json"
+    )
+    assert (
+        f"hermes, qwen3_coder, seed_oss, minimax_m2, glm, gemma, functiongemma, {known}, harmony"
+        in capsys.readouterr().err.replace("'", "")
+    )

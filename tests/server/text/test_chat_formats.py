@@ -34,6 +34,7 @@ TEMPLATES = {
     "glm": "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>",
     "glm_compact": "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key><arg_value>",
     "gemma": "<|tool_call>call:{{ name }}",
+    "functiongemma": "<start_function_call>call:{{ name }}",
     "channel": "<|channel>thought\n<channel|>",
     "mistral": "[TOOL_CALLS][{{ call }}]",
     "mistral_args": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
@@ -43,6 +44,9 @@ TEMPLATES = {
     "hunyuan_think": "<think></think><answer></answer>",
     "ernie_think": "<think></think><response></response>",
     "phi4_mini": "functools[{{ call }}]",
+    "apertus": '<|tools_prefix|>[{"{{ name }}": {}}]<|tools_suffix|>',
+    "apertus_think": "<|inner_prefix|>{{ thoughts }}<|inner_suffix|>",
+    "olmo3": "{{ tools }}<function_calls>{{ name }}(",
     "deepseek_v3": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}```json",
     "deepseek_v31": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}",
     "cohere": '<|START_ACTION|>[{"tool_name": "{{ name }}", "parameters": {}}]',
@@ -79,6 +83,14 @@ GLM_NOW = "<tool_call>now\n</tool_call>"
 GEMMA_ADD, GEMMA_NOW = "<|tool_call>call:add{a:1}<tool_call|>", "<|tool_call>call:now{}<tool_call|>"
 GEMMA_SAY = '<|tool_call>call:say{text:<|"|>12 <b>\n"é", {x:1}<|"|>,loud:false}<tool_call|>'
 GEMMA_MORE = '<|tool_call>call:f{a:[1,<|"|>x<|"|>,{b: <|"|><|"|>, c:null}],d:{},<|"|>e f<|"|>:-1.5}<tool_call|>'
+FUNCTIONGEMMA_ADD = "<start_function_call>call:add{a:1}<end_function_call>"
+FUNCTIONGEMMA_NOW = "<start_function_call>call:now{}<end_function_call>"
+FUNCTIONGEMMA_SAY = '<start_function_call>call:say{text:<escape>12 <b>\n"é"<escape>,loud:false}<end_function_call>'
+APERTUS_CALLS = ['{"add": {"a": 1}}', '{"now": {}}']
+APERTUS = "<|tools_prefix|>[%s]<|tools_suffix|>"
+OLMO_SAY = r'say(text="12, (b)=\n\"é\" \\", loud=false)'
+OLMO_MORE = 'f(a=[1, {"b": ")"}], c = {}, d=-1.5,)'
+OLMO = "<function_calls>%s</function_calls>"
 CALL_LIST = ['{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}']
 LIST = f"[{', '.join(CALL_LIST)}]"
 V3_ADD = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
@@ -139,6 +151,27 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("gemma", "content", "<|tool_call>call:say{te", "", "", [("say", "{")]),
     ("gemma", "content", "<|tool_call>call:sa", "<|tool_call>call:sa", "", []),
     ("gemma channel", "open", "<|channel>though", "<|channel>though", "", []),
+    ("functiongemma", "content", f"Well.{FUNCTIONGEMMA_SAY}{FUNCTIONGEMMA_NOW}", "Well.", "",
+     [("say", '{"text":"12 <b>\\n\\"é\\"","loud":false}'), ("now", "{}")]),
+    ("functiongemma", "content", "<start_function_call>call:say{text:<escape>cut <esc", "", "",
+     [("say", '{"text":"cut <esc')]),
+    ("apertus apertus_think", "open",
+     f"<|inner_prefix|>Hm.<|inner_suffix|>Well.{APERTUS % ', '.join(APERTUS_CALLS)}", "Well.", "Hm.",
+     [("add", '{"a": 1}'), ("now", "{}")]),
+    ("apertus", "content", '<|tools_prefix|>[{"now": {}}, {"ad', "", "", [("now", "{}")]),
+    ("apertus", "content", f"{APERTUS % APERTUS_CALLS[1]} and", "and", "", [("now", "{}")]),
+    ("apertus", "content", f"{APERTUS % 'nonsense'}", f"{APERTUS % 'nonsense'}", "", []),
+    ("olmo3 think", "open", f"<think>Hm.</think>Well.\n{OLMO % f'{OLMO_SAY}{chr(10)}now()'}", "Well.\n", "Hm.",
+     [("say", r'{"text": "12, (b)=\n\"é\" \\", "loud": false}'), ("now", "{}")]),
+    ("olmo3", "content", OLMO % OLMO_MORE, "", "", [("f", '{"a": [1, {"b": ")"}], "c": {}, "d": -1.5}')]),
+    ("olmo3", "content", f"{OLMO % 'now()'}{OLMO % 'add(a=1)'}", "", "", [("now", "{}"), ("add", '{"a": 1}')]),
+    ("olmo3", "content", f"{OLMO % 'now()'} and f(x)", "and f(x)", "", [("now", "{}")]),
+    ("olmo3", "content", "<function_calls>now()\nad", "", "", [("now", "{}")]),
+    ("olmo3", "content", "<function_calls>now()</function_", "", "", [("now", "{}")]),
+    ("olmo3", "content", '<function_calls>say(text="cut of', "", "", [("say", '{"text": "cut of')]),
+    ("olmo3", "content", "<function_calls>say(te", "", "", [("say", "")]),
+    ("olmo3", "content", "<function_calls>sa", "<function_calls>sa", "", []),
+    ("olmo3", "content", f"{OLMO % 'nonsense'}", f"{OLMO % 'nonsense'}", "", []),
     ("mistral", "content", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', "",
      "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("mistral", "content", 'Hi[TOOL_CALLS] [{"name": "now", "arguments": {}}]', "Hi", "", [("now", "{}")]),
@@ -284,6 +317,10 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["glm"], ["<think>"], "glm", "think"),
         (TEMPLATES["glm_compact"], [], "glm", "none"),
         (TEMPLATES["gemma"] + TEMPLATES["channel"], [], "gemma", "gemma"),
+        (TEMPLATES["functiongemma"], [], "functiongemma", "none"),
+        (TEMPLATES["apertus"] + TEMPLATES["apertus_think"], [], "apertus", "apertus"),
+        (TEMPLATES["olmo3"], ["<think>"], "olmo3", "think"),
+        ("<function_calls>{{ message.function_calls }}</function_calls><think>", [], "none", "think"),
         (TEMPLATES["mistral_args"] + TEMPLATES["mistral_think"], ["<think>"], "mistral", "mistral"),
         (TEMPLATES["nemotron"], [], "nemotron", "none"),
         (TEMPLATES["granite"], [], "granite", "none"),
@@ -339,6 +376,8 @@ MARKERS = [*THINK_MARKERS, *HARMONY_MARKERS, "<tool_call>", "</tool_call>", "[TO
 MARKERS += [*TAGS["seed_oss"].markers, "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>"]
 MARKERS += [*COHERE_TAGS.markers, *COHERE_TAGS.opening, "<|START_ACTION|>", "<|END_ACTION|>"]
 MARKERS += ["</minimax:tool_call>", *ARGUMENTS, *TAGS["gemma"].markers, "<|tool_call>", "<tool_call|>", '<|"|>']
+MARKERS += ["<start_function_call>", "<end_function_call>", "<escape>", "<|tools_prefix|>", "<|tools_suffix|>"]
+MARKERS += ["<function_calls>", "</function_calls>"]
 LETTERS = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
 
 
@@ -372,6 +411,9 @@ CALLS = {
     "glm": ["<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", GLM_NOW],
     "glm_compact": [GLM_ADD, "<tool_call>now</tool_call>"],
     "gemma": [GEMMA_ADD, GEMMA_NOW],
+    "functiongemma": [FUNCTIONGEMMA_ADD, FUNCTIONGEMMA_NOW],
+    "apertus": APERTUS_CALLS,
+    "olmo3": ["add(a=1)", "now()"],
     "mistral": CALL_LIST,
     "mistral_args": ['[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL_CALLS]now[ARGS]{}"],
     "nemotron": CALL_LIST,
@@ -387,15 +429,15 @@ CALLS = {
 
 
 def _join(name: str, calls: Sequence[str]) -> str:
-    in_lines = ("hermes", "qwen3_coder", "seed_oss", "minimax_m2", "glm", "deepseek_v3")
-    in_list = dict.fromkeys(("mistral", "nemotron", "granite", "hunyuan", "phi4_mini"), ", ")
+    in_lines = ("olmo3", "hermes", "qwen3_coder", "seed_oss", "minimax_m2", "glm", "deepseek_v3")
+    in_list = dict.fromkeys(("mistral", "nemotron", "granite", "hunyuan", "phi4_mini", "apertus"), ", ")
     joined = {"llama3_json": "; ", "cohere": ",\n    ", **in_list, **dict.fromkeys(in_lines, "\n")}.get(name, "").join(
         calls
     )
     around = {"mistral": "[TOOL_CALLS][%s]", "minimax_m2": "<minimax:tool_call>\n%s\n</minimax:tool_call>"}
     around |= {"nemotron": "<TOOLCALL>[%s]</TOOLCALL>", "granite": "<|tool_call|>[%s]", "phi4_mini": "functools[%s]"}
     around["hunyuan"] = "<tool_calls>[%s]</tool_calls>"
-    around["cohere"] = COHERE
+    around |= {"cohere": COHERE, "apertus": APERTUS, "olmo3": OLMO}
     around |= dict.fromkeys(("deepseek_v3", "deepseek_v31"), DEEPSEEK)
     return around.get(name, "%s") % joined
 
