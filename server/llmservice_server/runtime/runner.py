@@ -52,7 +52,8 @@ class DeviceStep:
         self.requests = [share.request for share in plan.scheduled if share.samples]
         self._last_rows = _last_rows(plan.scheduled)
         pending = None if after is None else after.pending_tokens(self.requests, self._last_rows)
-        self._masks = runner.begin_masks(self.requests) if after is None else None
+        self._follows = after is not None  # then masks depend on what that step samples
+        self._masks = None if self._follows else runner.begin_masks(self.requests)
         self._hidden: torch.Tensor | None = runner.forward(
             step_input(plan.scheduled, pending), runner.adapter_rows(plan)
         )
@@ -68,7 +69,7 @@ class DeviceStep:
             kept = [place for place, request in enumerate(self.requests) if request not in ended]
             self.requests = [self.requests[place] for place in kept]
             self._last_rows = self._last_rows[kept]
-        masks = self._masks or runner.begin_masks(self.requests)
+        masks = runner.begin_masks(self.requests) if self._follows else self._masks
         if len(self._last_rows) < len(hidden):
             self._prompt_logprobs = PromptLogprobs(runner, self._plan, hidden)
             if not self.requests:
