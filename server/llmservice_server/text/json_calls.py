@@ -40,7 +40,7 @@ class JsonFormat(ToolFormat):
     number: str = ""  # before the call's number, which then stands before `head`
     head: str  # %s: the name
     tail: str = "}"
-    found_head: re.Pattern[str] = _HEAD  # of any of the formats
+    found_head: re.Pattern[str] = _HEAD  # finds those of the other formats too
 
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
         head, tail = rules.literal(self.head % tool.name), f" {rules.literal(self.tail)}" if self.tail else ""

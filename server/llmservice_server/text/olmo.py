@@ -12,7 +12,7 @@ from llmservice_server.text.json_calls import JsonCallParser
 from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema, members_rule
 
 _HEAD = re.compile(r"\A\s*(?:(?:</function_calls>\s*)?<function_calls>\s*)?([\w.-]+)\(")
-_KEY = re.compile(r"[\s,]*(?:\)|([^\s,=()]+)\s*=)")
+_KEY = re.compile(r"[\s,]*(?:\)|([^=]+?)\s*=)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

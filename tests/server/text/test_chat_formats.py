@@ -164,6 +164,7 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("olmo3 think", "open", f"<think>Hm.</think>Well.\n{OLMO % f'{OLMO_SAY}{chr(10)}now()'}", "Well.\n", "Hm.",
      [("say", r'{"text": "12, (b)=\n\"é\" \\", "loud": false}'), ("now", "{}")]),
     ("olmo3", "content", OLMO % OLMO_MORE, "", "", [("f", '{"a": [1, {"b": ")"}], "c": {}, "d": -1.5}')]),
+    ("olmo3", "content", OLMO % 'f(from date="a", b, (c)=1)', "", "", [("f", '{"from date": "a", "b, (c)": 1}')]),
     ("olmo3", "content", f"{OLMO % 'now()'}{OLMO % 'add(a=1)'}", "", "", [("now", "{}"), ("add", '{"a": 1}')]),
     ("olmo3", "content", f"{OLMO % 'now()'} and f(x)", "and f(x)", "", [("now", "{}")]),
     ("olmo3", "content", "<function_calls>now()\nad", "", "", [("now", "{}")]),
