@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from llmservice_server.sampling.grammar import LarkRules, json_rule
 from llmservice_server.text.json_calls import JsonCallParser
 from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema, members_rule
+from llmservice_server.types.errors import GrammarError
 
 _HEAD = re.compile(r"\A\s*(?:(?:</function_calls>\s*)?<function_calls>\s*)?([\w.-]+)\(")
 _KEY = re.compile(r"[\s,]*(?:\)|([^=]+?)\s*=)")
@@ -20,6 +21,8 @@ class OlmoFormat(ToolFormat):
     """A call is the function's name and keyword arguments."""
 
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
+        if wrong := [key for key in tool.properties if "=" in key]:
+            raise GrammarError(f"{tool.name}: calls of OLMo 3 cannot name {wrong[0]!r}, which holds '=': rename it")
         written = {
             key: f"{rules.literal(f'{key}=')} {json_rule(schema, strict=tool.strict)}"
             for key, schema in tool.properties.items()

@@ -679,6 +679,12 @@ def test_gemmas_grammar_grows_with_the_arguments_and_is_the_same_every_time() ->
         )
 
 
+def test_olmos_calls_refuse_a_name_that_could_not_be_told_from_its_value() -> None:
+    tools = [ToolSchema("f", {"type": "object", "properties": {"a=b": {"type": "integer"}}})]
+    with pytest.raises(GrammarError, match="cannot name 'a=b'"):
+        formats("olmo3").tool_grammar(tools, "content", required=True, parallel=False)
+
+
 def test_a_function_with_free_arguments_takes_any_parameters() -> None:
     tools = [ToolSchema("f", {"type": "object"})]
     grammar = formats("qwen3_coder").tool_grammar(tools, "content", required=True, parallel=False)
