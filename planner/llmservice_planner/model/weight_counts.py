@@ -24,10 +24,8 @@ from llmservice_planner.model.quantization import (
 
 _VALUES = ("qweight", "weight_packed", "weight")
 _SCALES = ("weight_scale_inv", "weight_scale", "scales", "SCB")
-_ROUTER = re.compile(r"(^|\.)(gate|router)(\.layer)?$")
+ROUTER = re.compile(r"(^|\.)(gate|router)(\.layer)?$")
 """Of experts: few outputs, which decide too much to be rounded."""
-_LINEAR_ROUTER = re.compile(r"\.router\.gate$|\.ffn\.router\.layer$")
-"""Of AFMoE and DBRX, in whose code they are linear layers."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)$")
 _IN_LAYER = re.compile(r"\.\d+\.")
@@ -87,7 +85,7 @@ class WeightCounts:
     ) -> WeightCounts:
         """From the headers of a checkpoint of so many `layers`; a head of its own is not loaded where it is `tied`.
 
-        is_own: a model of ours holds it, which fuses matrices with the same inputs and whose routers adapters change.
+        is_own: a model of ours holds it, which fuses matrices with the same inputs.
         splits_queries: it has queries, keys and values in one matrix, and transformers' model in three.
         """
         counting = _Counting(hidden_size, is_own=is_own, splits_queries=splits_queries)
@@ -183,7 +181,7 @@ class _Counting:
         if is_weight and len(tensor.shape) == _MATRIX_DIMENSIONS:
             self._add_part(_Part(module, tensor.shape[0], tensor.shape[1]))
         is_layer = is_weight or len(tensor.shape) > _MATRIX_DIMENSIONS  # not experts of DBRX
-        if is_layer and (self._is_own or not _ROUTER.search(module) or _LINEAR_ROUTER.search(module)):
+        if is_layer:
             self._add_features(module if is_weight else f"{module}.{of}", *tensor.shape)
         outputs = _outputs(module, tensor, is_weight=is_weight)
         self._counts["plain_outputs"] += outputs
@@ -292,7 +290,7 @@ def _adapted(module: str, *shape: int) -> dict[str, int]:
         case (outputs, inputs) if _EXPERT.fullmatch(module):
             return {"expert_features": inputs + outputs * (1 if is_down else 2)}
         case (outputs, inputs) if _IN_LAYER.search(module) or _BESIDE_LAYERS.search(module) or is_head(module):
-            return {} if _OF_LATENTS.search(module) else {"adapted_features": inputs + outputs}
+            return {"adapted_features": inputs + outputs}
         case _:
             return {}
 
@@ -301,7 +299,7 @@ def is_linear(module: str, outputs: int) -> bool:
     """Whether `int8` quantises a matrix of transformers' code; embeddings are outside the layers."""
     if is_head(module):
         return outputs % CPU_COLUMNS == 0
-    return bool(_IN_LAYER.search(module)) and not any(each.search(module) for each in (_ROUTER, _OF_LATENTS))
+    return bool(_IN_LAYER.search(module)) and not any(each.search(module) for each in (ROUTER, _OF_LATENTS))
 
 
 def place_of(module: str) -> str:

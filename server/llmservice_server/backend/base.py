@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -131,6 +131,9 @@ class Model(Protocol):
     def mixtures(self) -> Iterator[Mixture]:
         """Of the layers that have experts."""
 
+    def plain_matrices(self) -> Iterator[PlainMatrix]:
+        """Those that transformers' code multiplies with, and adapters may change."""
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The states `[num_tokens, hidden_size]` that `logits` and `norm_states` take; may be overwritten by them."""
 
@@ -177,6 +180,32 @@ class Decoder(Model, Protocol):
 
     def finish(self, index: int, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """A layer after its attention: what it adds to `states`, which get the attention's part in place."""
+
+
+class RowFactors(NamedTuple):
+    """What an adapter adds to a matrix for some rows of a step: `up`, transposed, times `down`."""
+
+    rows: slice
+    down: torch.Tensor  # [rank, in]
+    up: torch.Tensor  # [rank, out]
+    others: torch.Tensor | None = None  # which columns a row lacks where those of several adapters are side by side
+
+    def keep(self, low: torch.Tensor) -> torch.Tensor:
+        """Of `[..., rows, rank]` what is of a row's own adapter."""
+        return low if self.others is None else low.masked_fill(self.others, 0)
+
+
+def no_changes() -> Iterator[RowFactors]:
+    """Of a matrix without adapters."""
+    return iter(())
+
+
+class PlainMatrix(Protocol):
+    """A matrix that no backend converts."""
+
+    name: str  # of its module in the checkpoint
+    weight: torch.Tensor  # [out, in]
+    changes: Callable[[], Iterator[RowFactors]]  # by the adapters of a step
 
 
 def each_linear(model: Model) -> list[Linear]:

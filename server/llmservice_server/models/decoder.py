@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import Attend, Rotation, each_linear, rotates
+from llmservice_server.backend.base import Attend, PlainMatrix, Rotation, each_linear, rotates
 from llmservice_server.backend.experts import ExpertsMlp, Mixture
 from llmservice_server.backend.layers import DecoderLayer, LayerOps, Linear, linears_of
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
@@ -156,6 +156,9 @@ class DecoderModel:
 
     def mixtures(self) -> Iterator[Mixture]:
         return (layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsMlp))
+
+    def plain_matrices(self) -> Iterator[PlainMatrix]:
+        return iter(())
 
     def linears(self) -> Iterator[Linear]:
         """Every matrix that all tokens are multiplied with, the head last."""

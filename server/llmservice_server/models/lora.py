@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from llmservice_server.backend.base import Model, each_linear
+from llmservice_server.backend.base import Model, RowFactors, each_linear
 from llmservice_server.backend.experts import Experts, LowRankExperts
 from llmservice_server.backend.layers import LayerOps, Linear
 from llmservice_server.backend.quantized import QuantizedLinear
@@ -175,10 +176,11 @@ class AdaptableExperts:
 
 @dataclass(frozen=True, slots=True)
 class Adaptables:
-    """What adapters may change in a model, in the order of `map_linears` and `mixtures`."""
+    """What adapters may change in a model, in the order of `map_linears`, `mixtures` and `plain_matrices`."""
 
     linears: list[Adaptable]  # experts' matrices have no parts here
     experts: list[AdaptableExperts]
+    plain: list[Adaptable]
     alternates: bool  # as of `Experts`
 
     @classmethod
@@ -196,6 +198,7 @@ class Adaptables:
         return cls(
             [by_linear.get(id(linear), Adaptable({}, 0)) for linear in each_linear(model)],
             experts,
+            [Adaptable({each.name: each.weight.shape[0]}, each.weight.shape[1]) for each in model.plain_matrices()],
             any(one.alternates for one in mixtures),
         )
 
@@ -243,6 +246,16 @@ class _Slots:
             up = self.ups[number][slot, :rank].copy_(given.up)
             ups.append((slice(first - begin, first - begin + rank), slice(end - up.shape[1], end), up))
         self.factors[slot] = _Factors(down[begin:][: ups[-1][0].stop], ups)
+
+    def changes(self, rows: _Rows) -> Iterator[RowFactors]:
+        """Of a matrix of one part."""
+        if (others := rows.others) is not None:
+            down, up = self.downs.flatten(0, 1), self.ups[0].flatten(0, 1)
+            yield RowFactors(slice(None), down, up, others.repeat_interleave(self.ups[0].shape[1], dim=1))
+            return
+        for slot, part in rows.current:
+            if (change := self.factors[slot]) is not None:
+                yield RowFactors(part, change.down, change.ups[0][-1])
 
     def add_by_row(self, product: torch.Tensor, hidden: torch.Tensor, others: torch.Tensor) -> None:
         """The factors of all slots are multiplied with all rows, and of each row those of one are kept.
@@ -307,7 +320,8 @@ class AdapterSlots:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(num_slots, *shape, dtype=dtype, device=device)
 
-        self._slots = [_Slots.of(each, num_slots, max_rank, dtype, device) for each in adaptables.linears]
+        changed = (*adaptables.linears, *adaptables.plain)
+        self._slots = [_Slots.of(each, num_slots, max_rank, dtype, device) for each in changed]
         self._numbers = torch.arange(num_slots, dtype=torch.int32, device=device)
         self._expert_slots = [
             _ExpertSlots(each, [empty(*shape) for shape in each.shapes(max_rank)], [None] * num_slots)
@@ -325,7 +339,7 @@ class AdapterSlots:
         experts = (one for each in self.adaptables.experts for one in (*each.gate_up, *each.down))
         return {
             name: (outputs, each.inputs)
-            for each in (*self.adaptables.linears, *experts)
+            for each in (*self.adaptables.linears, *experts, *self.adaptables.plain)
             for name, outputs in each.parts.items()
         }
 
@@ -338,6 +352,8 @@ class AdapterSlots:
             return LoraLinear(linear, linear.bias, self._rows, each) if each.adaptable.parts else linear
 
         model.map_linears(wrapped)
+        for matrix, of_matrix in zip(model.plain_matrices(), slots, strict=True):
+            matrix.changes = partial(of_matrix.changes, self._rows)
         for mixture, each in zip(model.mixtures(), self._expert_slots, strict=False):
             base = mixture.experts
             parts = base.gate_up, base.down, base.activation, base.alternates

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from llmservice_server.backend.base import Attend
+from llmservice_server.backend.base import Attend, no_changes
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.types.errors import ModelLoadError
 
@@ -67,7 +67,8 @@ def attention(
         width = module.v_head_dim if is_latent else value.shape[-1]
         return value.new_empty(1, query.shape[2], query.shape[1], width), None
     if is_latent:
-        query = _to_latents(module, query)
+        plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+        query = torch.cat((module.kv_b_proj.to_latents(plain), rotated), dim=-1)
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     head_dim, value_dim, scaling = query.shape[-1], value.shape[-1], settings.get("scaling")
     factor = 1.0 if scaling is None else scaling * head_dim**0.5
@@ -78,7 +79,10 @@ def attention(
         values = torch.nn.functional.pad(values, (0, head_dim - value_dim))
     attended = attend(module.layer_idx, queries.contiguous(), torch.cat((keys, values), dim=1), sinks)
     output = attended.view(1, *queries.shape)
-    return _from_latents(module, output) if is_latent else output[..., :value_dim], None
+    if not is_latent:
+        return output[..., :value_dim], None
+    latents = output[..., : module.kv_lora_rank].transpose(1, 2)
+    return module.kv_b_proj.from_latents(latents).transpose(1, 2), None
 
 
 def has_latents(module: Any) -> bool:
@@ -92,30 +96,51 @@ def _keep_latents(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.T
     return row, row
 
 
-def _expansions(module: Any) -> Sequence[torch.Tensor]:
-    """From a latent to a head's keys, and to its values, `[heads, keys or values, latent]`."""
-    weight: torch.Tensor = module.kv_b_proj.weight
-    sizes = [module.qk_nope_head_dim, module.v_head_dim]
-    return torch.split(weight.view(-1, sum(sizes), weight.shape[1]), sizes, dim=1)
+class LatentExpansion(torch.nn.Module):
+    """Implements `PlainMatrix`, in the place of `kv_b_proj`: queries and sums of latents are multiplied with it."""
+
+    def __init__(self, name: str, weight: torch.Tensor, sizes: Sequence[int]) -> None:
+        """sizes: of a head's key and of its value, for each of which the weight has so many rows."""
+        super().__init__()
+        self.name = name
+        self.weight = weight
+        self.changes = no_changes
+        self._sizes = [*sizes]
+
+    def to_latents(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries `[1, heads, num_tokens, key]` of latents: their products are those of the keys made of these."""
+        keys, _ = self._by_head(self.weight)
+        latents = queries @ keys
+        for change in self.changes():
+            keys, _ = self._by_head(change.up.t())
+            latents[:, :, change.rows] += change.keep(queries[:, :, change.rows] @ keys) @ change.down
+        return latents
+
+    def from_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Sums of values `[1, heads, num_tokens, value]`, of the sums of latents."""
+        _, values = self._by_head(self.weight)
+        sums = latents @ values.transpose(1, 2)
+        for change in self.changes():
+            _, values = self._by_head(change.up.t())
+            low = change.keep(latents[:, :, change.rows] @ change.down.t())
+            sums[:, :, change.rows] += low @ values.transpose(1, 2)
+        return sums
+
+    def _by_head(self, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Its rows for keys and for values, `[heads, key or value, columns]`."""
+        return torch.split(matrix.view(-1, sum(self._sizes), matrix.shape[1]), self._sizes, dim=1)
 
 
-def _to_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """Queries `[1, heads, num_tokens, head_dim]` of latents: their products are those of the keys made of these."""
-    plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
-    return torch.cat((plain @ _expansions(module)[0], rotated), dim=-1)
-
-
-def _from_latents(module: Any, output: torch.Tensor) -> torch.Tensor:
-    """Sums of values, of the sums of latents `[1, num_tokens, heads, row]`."""
-    latents = output[..., : module.kv_lora_rank].transpose(1, 2)
-    return (latents @ _expansions(module)[1].transpose(1, 2)).transpose(1, 2)
-
-
-def pass_latents(model: Any) -> None:
+def pass_latents(model: Any) -> list[LatentExpansion]:
     """Have layers with latent attention pass on latents, as these are what is cached."""
-    for module in model.modules():
+    expansions = []
+    for name, module in model.named_modules():
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
             module.expand_kv = _keep_latents
+            sizes = module.qk_nope_head_dim, module.v_head_dim
+            module.kv_b_proj = LatentExpansion(f"{name}.kv_b_proj", module.kv_b_proj.weight, sizes)
+            expansions.append(module.kv_b_proj)
+    return expansions
 
 
 class Mask(torch.Tensor):

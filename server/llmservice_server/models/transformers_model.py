@@ -13,18 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from torch.overrides import TorchFunctionMode
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from llmservice_planner.model.weight_counts import LANGUAGE_MODEL
-from llmservice_server.backend.base import Attend
+from llmservice_planner.model.weight_counts import LANGUAGE_MODEL, ROUTER
+from llmservice_server.backend.base import Attend, PlainMatrix, RowFactors, no_changes
 from llmservice_server.backend.experts import Experts, Mixture
 from llmservice_server.backend.layers import Activation, LayerOps, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
-from llmservice_server.models.transformers_attention import NAME, attend_of_pass, has_latents, pass_latents
+from llmservice_server.models.transformers_attention import NAME, attend_of_pass, pass_latents
 from llmservice_server.models.transformers_config import TransformersConfig, fix_long_rope, one_line, read_configs
 from llmservice_server.models.weights import SUPERFLUOUS
 from llmservice_server.types.errors import ModelLoadError
@@ -84,6 +85,39 @@ class _Mixture(torch.nn.Module):
                 yield {f"{self.name}.{expert}.{part}": outputs for part in parts}
 
 
+class _Router:
+    """Implements `PlainMatrix`: the matrix of a router of transformers, whose only product gets the adapters' too."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name = name
+        self.weight: torch.Tensor = module.weight
+        self.changes = no_changes
+        self._route = module.forward
+        module.forward = self._forward
+
+    def _forward(self, *args: Any, **settings: Any) -> Any:
+        if not (changes := [*self.changes()]):
+            return self._route(*args, **settings)
+        with _ChangedProduct(changes):
+            return self._route(*args, **settings)
+
+
+class _ChangedProduct(TorchFunctionMode):
+    """Within it, products include what adapters change."""
+
+    def __init__(self, changes: Sequence[RowFactors]) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        product = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear:
+            for change in self._changes:
+                low = change.keep(args[0][change.rows].to(change.down.dtype) @ change.down.t())
+                product[change.rows] += low @ change.up
+        return product
+
+
 class _Given(torch.nn.Module):
     """In the place of the decoder when only the head is to be computed: returns the states that are set."""
 
@@ -121,7 +155,7 @@ class TransformersModel:
         self.dtype = dtype
         self.device = device
         self.ops: LayerOps = TorchLayerOps()
-        pass_latents(model)
+        self._plain: list[PlainMatrix] = [*pass_latents(model), *_routers_of(model)]
         _drop_masks(model)
         head = model.get_output_embeddings()
         products: dict[int, _Product] = {}
@@ -223,6 +257,9 @@ class TransformersModel:
     def mixtures(self) -> Iterator[Mixture]:
         return iter(self._mixtures)
 
+    def plain_matrices(self) -> Iterator[PlainMatrix]:
+        return iter(self._plain)
+
     def _modules(self, model: torch.nn.Module) -> list[dict[str, int]]:
         names = {id(module): name for name, module in model.named_modules()}
         return [
@@ -306,10 +343,18 @@ def _parts_of(model: torch.nn.Module) -> Iterator[tuple[Any, str, Callable[[torc
     """Linear layers, and experts with a gate of ours; the name of each, and what puts another in its place."""
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if name == "classifier" or (has_latents(parent) and child is parent.kv_b_proj):
-                continue  # of LongCat's routers, which read its weight; and what is multiplied head by head
+            if name == "classifier":
+                continue  # of LongCat's routers, which read its weight
             if type(child) is torch.nn.Linear or isinstance(child, Conv1D) or _gate_of(child) is not None:
                 yield child, f"{path}{path and '.'}{name}", partial(setattr, parent, name)
+
+
+def _routers_of(model: torch.nn.Module) -> Iterator[_Router]:
+    """Those that are no linear layers."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if ROUTER.search(name) and type(module) is not torch.nn.Linear and getattr(weight, "ndim", 0) == 2:
+            yield _Router(name, module)
 
 
 def _matrix_of(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

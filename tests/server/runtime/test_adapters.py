@@ -21,7 +21,7 @@ from llmservice_planner.model.shape import ModelShape
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.models.lora import SlotRows
+from llmservice_server.models.lora import LowRank, SlotRows
 from llmservice_server.runtime.adapters import Targets, read_adapter
 from llmservice_server.runtime.startup import load_engine, model_runner, start
 from llmservice_server.tiny.adapter import write_tiny_adapter
@@ -270,6 +270,34 @@ def test_adapters_of_experts_are_as_merged(tmp_path: Path, family: str) -> None:
     for name in ("stacked", "each"):
         message = str(load(without, name, tmp_path / name).error)
         assert "start the server with --lora-experts (spec.engine.loraExperts), by which each slot takes" in message
+
+
+@pytest.mark.parametrize(("family", "part"), [("glm-4.7-flash, latent attention", "kv_b_proj"), ("olmoe", "mlp.gate")])
+@torch.inference_mode()
+def test_what_transformers_multiplies_with_is_changed_by_row_as_by_range(
+    tmp_path: Path, family: str, part: str
+) -> None:
+    save((FAMILIES | OTHERS)[family], tmp_path)
+    settings = {"max_loras": 3, "max_lora_rank": 4, "max_model_len": 64, "dtype": "float32"}
+    runner = start(EngineConfig(model=tmp_path, threads=1, **settings)).runner
+    slots = runner.adapters
+    assert slots is not None
+    random = torch.Generator().manual_seed(0)
+    for slot, rank in ((0, 4), (2, 3)):
+        sizes = {name: size for name, size in slots.modules.items() if name.endswith(part)}
+        factors = {
+            name: LowRank(*(torch.randn(*size, generator=random) for size in ((rank, inputs), (outputs, rank))))
+            for name, (outputs, inputs) in sizes.items()
+        }
+        slots.put(slot, slots.pack(factors))
+    step = StepInput.of([(0, 20, [2 * number + 1, 2 * number + 2]) for number in range(3)], prompt_of(20, 193) * 3)
+    base = runner.forward(step).view(3, 20, -1)
+    by_range = runner.forward(step, [SlotRows(0, slice(20, 40)), SlotRows(2, slice(40, 60))]).view(3, 20, -1)
+    with slots.by_row(torch.tensor([-1, 0, 2], dtype=torch.int32).repeat_interleave(20)):
+        by_row = runner.forward(step).view(3, 20, -1)
+    torch.testing.assert_close(by_row, by_range, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(by_range[0], base[0])
+    assert all(not torch.allclose(changed, base[0], rtol=0.01) for changed in by_range[1:])
 
 
 Tensors = dict[str, torch.Tensor]
