@@ -28,7 +28,7 @@ from llmservice_gateway.routing.demand import Estimator, Usage, affinity
 from llmservice_gateway.routing.routes import ModelNotFoundError, Route
 from llmservice_gateway.routing.table import Routing
 
-GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions")
+GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 INFERENCE_PATHS = (*GENERATING_PATHS, "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score")
 SESSION_HEADER = "x-session-id"
 LONGEST_REQUEST_ID = 128
@@ -127,7 +127,9 @@ class Inference:
         estimator = self._estimators.setdefault(name, Estimator())
         session = request.headers.get(SESSION_HEADER)
         generates = request.path.partition("?")[0] in GENERATING_PATHS
-        demand = estimator.demand(payload, generates=generates, affinity=affinity(name, payload, session))
+        demand = estimator.demand(
+            payload, generates=generates, affinity=affinity(name, payload, session, generates=generates)
+        )
         admission: Admission | None = None
         if self._access is not None and key is not None:
             admission = await self._access.admit(key, request.model, route, demand)

@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-_PROMPT_FIELDS = ("messages", "tools", "prompt", "input", "query", "queries", "documents", "texts", "text_1", "text_2")
-_NO_TEXT = frozenset({"image_url", "input_audio", "file"})
+_PROMPT_FIELDS = (
+    *("messages", "tools", "prompt", "instructions", "input"),
+    *("query", "queries", "documents", "texts", "text_1", "text_2"),
+)
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+"""Of a chat, of a response, and of any request."""
+_NO_TEXT = frozenset({"image_url", "input_audio", "file", "encrypted_content"})
 """Parts of messages whose strings are data."""
 AFFINITY_CHARS = 1024
 """The part of a prompt without messages that chooses its pod."""
@@ -78,8 +83,8 @@ class Estimator:
         if not generates:
             return Demand(prompt_tokens, 0, 0, affinity)
         choices = _choices(payload)
-        limit = _bounded(payload.get("max_completion_tokens"), _MOST_TOKENS)
-        limit = limit or _bounded(payload.get("max_tokens"), _MOST_TOKENS)
+        limits = (_bounded(payload.get(name), _MOST_TOKENS) for name in _LIMITS)
+        limit = next((limit for limit in limits if limit is not None), None)
         expected = max(1, round(self._output_tokens.value))
         expected = expected if limit is None else min(expected, limit)
         return Demand(prompt_tokens, expected * choices, None if limit is None else limit * choices, affinity)
@@ -93,16 +98,21 @@ class Estimator:
             self._output_tokens.add(usage.completion / _choices(payload))
 
 
-def affinity(model: str, payload: Mapping[str, Any], session: str | None) -> bytes | None:
+def affinity(model: str, payload: Mapping[str, Any], session: str | None, *, generates: bool) -> bytes | None:
     """The key by which requests find the pod that has the beginning of their prompt in its KV cache.
 
     It has the model or adapter, `cache_salt`, and the system messages with the first message of the user, or the first
-    characters of a prompt. `session`, which the client chose, replaces what is of the body.
+    characters of a prompt. `session`, which the client chose, replaces what is of the body. What does not generate has
+    no prompt in a cache.
     """
     if session is not None:
         return _digest(model, "session", session)
     salt = str(payload.get("cache_salt") or "")
     messages, prompt = payload.get("messages"), payload.get("prompt")
+    if generates and "input" in payload:  # of a response
+        given = payload["input"]
+        said = given if isinstance(given, list) else [{"role": "user", "content": given}]
+        messages = [{"role": "system", "content": payload.get("instructions")}, *said]
     if isinstance(messages, list):
         opening = _opening(messages)
         return _digest(model, salt, *map(_text, opening)) if opening else None

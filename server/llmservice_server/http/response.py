@@ -9,6 +9,7 @@ import msgspec
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 
+from llmservice_server.http.error import ApiError
 from llmservice_server.http.protocol.generation import (
     CompletionTokensDetails,
     PromptLogprob,
@@ -60,6 +61,24 @@ class Layout(Protocol):
 
     def delta(self, output: CompletionOutput) -> Sequence[Choice]:
         """A piece of an answer, one event each."""
+
+
+class EventWriter(Protocol):
+    """Writes an endpoint's stream, for one request."""
+
+    end: bytes
+    """After the answer."""
+
+    def opening(self) -> bytes:
+        """Before the first output."""
+
+    def events(self, outputs: Sequence[CompletionOutput]) -> bytes: ...
+
+    def closing(self) -> bytes:
+        """After the last one."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Instead of `closing` and `end`."""
 
 
 def usage(processor: OutputProcessor, num_tokens: int | None = None, num_reasoning: int | None = None) -> Usage:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",

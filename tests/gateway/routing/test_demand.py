@@ -18,7 +18,7 @@ def chat(*texts: str, system: str = "be brief", **fields: Any) -> dict[str, Any]
 
 
 def key(payload: dict[str, Any], model: str = "default/llama", session: str | None = None) -> bytes | None:
-    return affinity(model, payload, session)
+    return affinity(model, payload, session, generates=True)
 
 
 def test_all_turns_of_a_conversation_have_one_key() -> None:
@@ -34,12 +34,20 @@ def test_all_turns_of_a_conversation_have_one_key() -> None:
         key(chat("hello"), model="default/poet"),
         key(chat("hello"), session="s"),
         key({"prompt": "hello"}),
-        key({"input": "hello"}),
+        affinity("default/llama", {"input": "hello"}, None, generates=False),
     ],
     ids=["first message", "system", "salt", "model", "session", "endpoint", "no prompt"],
 )
 def test_what_begins_otherwise_has_another_key(other: bytes | None) -> None:
     assert key(chat("hello")) != other
+
+
+def test_a_response_has_the_key_of_the_same_chat() -> None:
+    asked = {"instructions": "be brief", "input": [{"role": "user", "content": "hello"}, {"type": "reasoning"}]}
+    assert key(asked) == key(chat("hello"))
+    assert key({**asked, "input": "hello"}) == key(chat("hello")) != key({"input": "hello"})
+    demand = Estimator().demand({**asked, "max_output_tokens": 7}, generates=True, affinity=None)
+    assert (demand.prompt_tokens > 0, demand.max_output_tokens) == (True, 7)
 
 
 def test_a_session_replaces_what_the_body_says() -> None:
@@ -59,12 +67,15 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-fields = st.sampled_from(["messages", "prompt", "input", "n", "max_tokens", "cache_salt", "tools", "documents"])
+fields = st.sampled_from(
+    ["messages", "prompt", "input", "instructions", "n", "max_tokens", "cache_salt", "tools", "documents"]
+)
 
 
 @given(st.dictionaries(fields, json_values), st.booleans())
 def test_any_body_has_a_demand(payload: dict[str, Any], generates: bool) -> None:
-    demand = Estimator().demand(payload, generates=generates, affinity=affinity("m", payload, None))
+    found = affinity("m", payload, None, generates=generates)
+    demand = Estimator().demand(payload, generates=generates, affinity=found)
     assert demand.prompt_tokens >= 0
     assert demand.output_tokens >= int(generates)
     assert demand.max_output_tokens is None or demand.max_output_tokens >= demand.output_tokens

@@ -201,3 +201,37 @@ def test_an_unknown_format_is_refused_with_the_known_ones(capsys: pytest.Capture
         f"hermes, qwen3_coder, seed_oss, minimax_m2, glm, gemma, functiongemma, {known}, harmony"
         in capsys.readouterr().err.replace("'", "")
     )
+
+
+@pytest.mark.parametrize("name", ["hermes think", "harmony"])
+def test_a_response_has_the_reasoning_the_text_and_the_calls_of_the_chat(start: Any, name: str) -> None:
+    server, kinds = start(name), set[str]()
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    for seed, choice in enumerate(["required", "auto", "auto", "none"]):
+        fields = {"tool_choice": choice, "seed": seed, "logit_bias": start.bias, "parallel_tool_calls": False}
+        chat = _plain(_answer(server, tools=TOOLS, **fields))
+        asked = {"model": "tiny", "input": "What is the weather?", "tools": tools, "max_output_tokens": 220, **fields}
+        status, response = server.post("/v1/responses", asked)
+        assert status == 200
+        found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+        for item in response["output"]:
+            kinds.add(item["type"])
+            match item["type"]:
+                case "message":
+                    found["content"] += item["content"][0]["text"]
+                case "reasoning":
+                    found["reasoning_content"] += item["content"][0]["text"]
+                case "function_call":
+                    found["tool_calls"].append([item["name"], item["arguments"]])
+        assert found == {key: chat[key] for key in found}
+        lines = server.request("POST", "/v1/responses", json.dumps(asked | {"stream": True}).encode())[1].splitlines()
+        events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: ")]
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert [_without_ids(item) for item in done] == [_without_ids(item) for item in response["output"]]
+        assert events[-1]["response"]["usage"] == response["usage"]
+        assert (events[-1]["response"]["status"] == "completed") == (chat["finish_reason"] != "length")
+    assert kinds >= {"reasoning", "function_call"}
+
+
+def _without_ids(item: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in item.items() if key not in ("id", "call_id")}

@@ -18,6 +18,7 @@ from llmservice_server.http.protocol.base import Body
 from llmservice_server.http.protocol.chat import ChatRequest
 from llmservice_server.http.protocol.completions import CompletionRequest
 from llmservice_server.http.protocol.embeddings import EmbeddingRequest
+from llmservice_server.http.protocol.responses import ResponsesRequest
 from llmservice_server.http.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from llmservice_server.http.state import ServeConfig, ServerState
 from llmservice_server.ipc.metrics import Metrics
@@ -60,13 +61,21 @@ def test_what_the_document_forbids_is_refused_as_it_says(server: Any, method: st
 
 
 def test_every_route_is_in_the_document(server: Any) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/models", "/version"):
+    for path in (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/tokenize",
+        "/v1/models",
+        "/version",
+    ):
         assert ("post" if server.get(path)[0] == 405 else "get", path) in OPERATIONS
 
 
 def test_the_document_has_examples_and_a_page_for_people(server: Any) -> None:
     document = json.loads(server.get("/openapi.json")[1])
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         (example,) = document["components"]["schemas"][reference.rsplit("/", 1)[1]]["examples"]
         assert server.post(path, example | {"model": "tiny"})[0] == 200
@@ -84,7 +93,10 @@ def test_a_server_with_keys_documents_where_they_are_needed(tmp_path: Path) -> N
         assert ("security" in described) == ("401" in described["responses"]) == (path not in PROBES)
 
 
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest])
+@pytest.mark.parametrize(
+    "kind",
+    [CompletionRequest, ChatRequest, ResponsesRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest],
+)
 def test_the_page_about_the_api_has_every_parameter(kind: type[Body]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
     missing = [name for name in [*kind.model_fields, *kind.refused] if f"`{name}`" not in page]

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions."""
+"""POST /v1/completions, /v1/chat/completions and /v1/responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import Response as HttpResponse
 from starlette.types import Receive, Scope, Send
 
 from llmservice_server.http.arrivals import COUNTED_HEADER
@@ -27,7 +27,19 @@ from llmservice_server.http.protocol.chat import ChatCompletion, ChatRequest
 from llmservice_server.http.protocol.completions import Completion, CompletionRequest
 from llmservice_server.http.protocol.generation import GenerationRequest, StreamOptions
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
-from llmservice_server.http.response import DONE, USAGE_HEADER, Choice, Chunk, Layout, event, usage, usage_report
+from llmservice_server.http.protocol.responses import Response, ResponsesRequest
+from llmservice_server.http.response import (
+    DONE,
+    USAGE_HEADER,
+    Choice,
+    Chunk,
+    EventWriter,
+    Layout,
+    event,
+    usage,
+    usage_report,
+)
+from llmservice_server.http.responses_format import ResponsesFormat
 from llmservice_server.http.state import ServerState, Serving, ServingDep, StateDep
 from llmservice_server.http.tracing import describe
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
@@ -80,6 +92,15 @@ async def completions(body: CompletionRequest, request: Request, state: StateDep
 async def chat_completions(body: ChatRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
     processor = await _processor(request, state, serving, body, _chat_prompts, None)
     return await _respond(request, state, serving, body, processor, ChatFormat(body, processor))
+
+
+@router.post("/v1/responses", response_model=Response, responses=_RESPONSES, summary="Answer with items")
+async def responses(body: ResponsesRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
+    processor = await _processor(request, state, serving, body.chat, _chat_prompts, None)
+    written = ResponsesFormat(body, processor, int(time.time()), _served_name(state, processor))
+    if body.stream:
+        return EventStream(state, serving, processor, written)
+    return written.answer(await _outputs(request, state, serving, processor))
 
 
 def _completion_prompts(body: CompletionRequest, tokenizer: Tokenizer, max_tokens: int | None) -> list[list[int]]:
@@ -141,17 +162,28 @@ async def _respond(
     body: GenerationRequest,
     processor: OutputProcessor,
     layout: Layout,
-) -> Response | BaseModel:
-    model = processor.requests[0].adapter or state.config.served_model_names[0]
+) -> HttpResponse | BaseModel:
+    model = _served_name(state, processor)
     identity = f"{layout.id_prefix}-{processor.request_id}"
     created = int(time.time())
     if body.stream:
         chunk = Chunk(identity, layout.chunk, created, model)
-        return EventStream(state, serving, processor, chunk, layout, body.stream_options or StreamOptions())
+        writer = ChunkWriter(processor, chunk, layout, body.stream_options or StreamOptions())
+        return EventStream(state, serving, processor, writer)
+    outputs = await _outputs(request, state, serving, processor)
+    return layout.answer(identity, created, model, _chosen(outputs, body))
+
+
+def _served_name(state: ServerState, processor: OutputProcessor) -> str:
+    return processor.requests[0].adapter or state.config.served_model_names[0]
+
+
+async def _outputs(
+    request: Request, state: ServerState, serving: Serving, processor: OutputProcessor
+) -> list[CompletionOutput]:
     steps = generate(state, serving, processor, request.receive, request.scope["access_log"])
     async with aclosing(steps):
-        outputs = [output async for step in steps for output in step]
-    return layout.answer(identity, created, model, _chosen(outputs, body))
+        return [output async for step in steps for output in step]
 
 
 def _chosen(outputs: Sequence[CompletionOutput], body: GenerationRequest) -> list[CompletionOutput]:
@@ -170,7 +202,7 @@ def _mean_logprob(output: CompletionOutput) -> float:
     return sum(entry.logprob for entry in output.logprobs) / max(1, len(output.logprobs))
 
 
-class EventStream(Response):
+class EventStream(HttpResponse):
     """Server-sent events, one write for all outputs of a step.
 
     The status is sent with the first token, so that an error before it gets a status of its own.
@@ -178,29 +210,16 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        state: ServerState,
-        serving: Serving,
-        processor: OutputProcessor,
-        chunk: Chunk,
-        layout: Layout,
-        options: StreamOptions,
-    ) -> None:
+    def __init__(self, state: ServerState, serving: Serving, processor: OutputProcessor, writer: EventWriter) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._state = state
         self._serving = serving
         self._processor = processor
-        self._layout = layout
-        self._options = options
-        self._chunk = chunk  # written anew for each event
-        self._num_tokens = 0  # in the events so far
-        if options.include_usage:
-            chunk.usage = None
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        started, writer = False, self._writer
         steps = generate(self._state, self._serving, self._processor, receive, scope["access_log"])
         try:
             async with aclosing(steps):
@@ -210,37 +229,55 @@ class EventStream(Response):
                         if (stats := self._state.engine.stats) is not None:  # that of now: it may have waited for long
                             self.headers[SLOTS_HEADER] = str(stats.num_admissible)
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                        await self._write(send, self._opening())
-                    await self._write(send, self._events(outputs))
+                        await self._write(send, writer.opening())
+                    await self._write(send, writer.events(outputs))
         except ClientDisconnect:
             return
         except ApiError as error:
             if not started:
                 raise
-            await self._write(send, event(error.body) + _usage_comment(scope), more=False)
+            await self._write(send, writer.failed(error) + _usage_comment(scope), more=False)
             return
-        await self._write(send, self._closing() + _usage_comment(scope) + DONE, more=False)
+        await self._write(send, writer.closing() + _usage_comment(scope) + writer.end, more=False)
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         if body or not more:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    def _opening(self) -> bytes:
+
+class ChunkWriter:
+    """Implements `EventWriter`: every event is a piece of one choice."""
+
+    end = DONE
+
+    def __init__(self, processor: OutputProcessor, chunk: Chunk, layout: Layout, options: StreamOptions) -> None:
+        self._processor = processor
+        self._layout = layout
+        self._options = options
+        self._chunk = chunk  # written anew for each event
+        self._num_tokens = 0  # in the events so far
+        if options.include_usage:
+            chunk.usage = None
+
+    def opening(self) -> bytes:
         return b"".join(self._event(self._layout.opening(state.index)) for state in self._processor.states)
 
-    def _events(self, outputs: Sequence[CompletionOutput]) -> bytes:
+    def events(self, outputs: Sequence[CompletionOutput]) -> bytes:
         events = []
         for output in outputs:  # those of several steps, where the client or this process is slow
             self._num_tokens += len(output.token_ids)
             events += [self._event([part]) for part in self._layout.delta(output)]
         return b"".join(events)
 
-    def _closing(self) -> bytes:
+    def closing(self) -> bytes:
         if not self._options.include_usage:
             return b""
         self._chunk.choices = []
         self._chunk.usage = usage(self._processor, num_reasoning=self._layout.num_reasoning_tokens)
         return event(self._chunk)
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body)
 
     def _event(self, choices: Sequence[Choice]) -> bytes:
         if not choices:

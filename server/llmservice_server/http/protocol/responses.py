@@ -1,0 +1,372 @@
+"""/v1/responses: the body, which is one of /v1/chat/completions in other words, and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from llmservice_server.http.error import echo, invalid
+from llmservice_server.http.protocol.base import JsonObject, LogprobsCount, Part, TokenCount, without_nulls
+from llmservice_server.http.protocol.chat import (
+    MAX_TOOLS,
+    AllowedTools,
+    CalledFunction,
+    ChatRequest,
+    ChosenFunction,
+    Function,
+    FunctionName,
+    Message,
+    NamedTool,
+    RequestedEffort,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolsAllowed,
+)
+from llmservice_server.http.protocol.generation import GenerationRequest, JsonSchema, ResponseFormat
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is not encrypted: it is there anyway
+
+
+class _Item(Part):
+    """A part of the conversation, as a client writes it or as an answer had it."""
+
+    id: str | None = None
+    status: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, content: Any) -> Any:
+        return without_nulls(content) if isinstance(content, dict) else content
+
+
+class InputText(Part):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+_Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
+
+
+class InputMessage(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Texts
+
+
+class FunctionCall(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Annotated[str, Field(description="JSON, as the model wrote it")]
+
+
+class FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Texts
+
+
+class ReasoningText(Part):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(_Item):
+    """The assistant's, for templates that repeat it: its content, else its summary."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] = []
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = []
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or self.summary)
+
+
+def _type_of(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "message" if kind is None else str(kind)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(
+        _type_of,
+        custom_error_type="item_type",
+        custom_error_message="Expected an item of the type message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+class FunctionTool(Part):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> Tool:
+        given = self.model_dump(include=self.model_fields_set - {"type"})
+        return Tool(type="function", function=Function(**given))
+
+
+class NamedFunction(Part):
+    type: Literal["function"]
+    name: FunctionName
+
+    def as_chat(self) -> NamedTool:
+        return NamedTool(type="function", function=ChosenFunction(name=self.name))
+
+
+class AllowedFunctions(Part):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, fail_fast=True)]
+
+    def as_chat(self) -> ToolsAllowed:
+        allowed = AllowedTools(mode=self.mode, tools=[tool.as_chat() for tool in self.tools])
+        return ToolsAllowed(type="allowed_tools", allowed_tools=allowed)
+
+
+FunctionChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+)
+
+
+class TextFormat(Part):
+    """Free text, any JSON object, or JSON of a schema, which is enforced with and without `strict`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema belongs to the type json_schema, which needs it")
+        return self
+
+    def as_chat(self) -> ResponseFormat:
+        schema = None if self.schema_ is None else JsonSchema.model_validate({"name": "answer", "schema": self.schema_})
+        return ResponseFormat(type=self.type, json_schema=schema)
+
+
+class TextOptions(Part):
+    format: TextFormat | None = None
+    verbosity: str | None = None  # without effect on the answer
+
+
+class ReasoningOptions(Part):
+    effort: RequestedEffort = None
+    summary: Annotated[str | None, Field(description="ignored: the reasoning itself is in the answer")] = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "llama", "input": "Hello", "max_output_tokens": 32}]}
+    )
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.refused,
+        "background": (False,),
+        "conversation": (),
+        "max_tokens": (),
+        "moderation": (),
+        "n": (1,),
+        "previous_response_id": (),
+        "prompt": (),
+        "prompt_logprobs": (),
+        "response_format": (),
+        "truncation": ("disabled",),
+    }
+
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    instructions: Annotated[str | None, Field(description="the system's message, before the input")] = None
+    max_output_tokens: TokenCount | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: FunctionChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include: Annotated[list[str], Field(description=f"{LOGPROBS}: as logprobs of a chat")] = []
+    top_logprobs: LogprobsCount = 0
+    chat_template_kwargs: Annotated[
+        JsonObject, Field(description="the template's own variables, such as enable_thinking")
+    ] = {}
+    max_tool_calls: int | None = None  # of tools that OpenAI runs, of which there are none
+
+    @model_validator(mode="after")
+    def _check_response(self) -> Self:
+        if unknown := [name for name in self.include if name not in _INCLUDED]:
+            raise invalid(f"include: {echo(unknown[0])} is not supported: leave it out", param="include")
+        _ = self.chat  # raises
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_output_tokens
+
+    @cached_property
+    def chat(self) -> ChatRequest:
+        """The same as a chat. Raises ApiError where tools and choice contradict each other."""
+        shared = self.model_fields_set & GenerationRequest.model_fields.keys()
+        given: dict[str, Any] = {name: getattr(self, name) for name in shared - {"stream_options"}}
+        if self.text.format is not None:
+            given["response_format"] = self.text.format.as_chat()
+        choice: ToolChoice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.as_chat()
+        return ChatRequest(
+            **given,
+            messages=_messages(self.instructions, self.input),
+            max_completion_tokens=self.max_output_tokens,
+            tools=[tool.as_chat() for tool in self.tools],
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort,
+            logprobs=LOGPROBS in self.include,
+            top_logprobs=self.top_logprobs if LOGPROBS in self.include else 0,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+def _messages(instructions: str | None, given: str | Sequence[InputItem]) -> list[Message]:
+    messages = [] if instructions is None else [Message(role="system", content=instructions)]
+    for item in [InputMessage(role="user", content=given)] if isinstance(given, str) else given:
+        if isinstance(item, FunctionCallOutput):
+            messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+        elif isinstance(item, InputMessage) and item.role != "assistant":
+            text = _text(item.content)
+            if item.role != "user" and len(messages) == 1 and messages[0].role == "system":
+                messages[0].content = f"{messages[0].text}\n\n{text}"  # templates take one, at the beginning
+            else:
+                messages.append(Message(role=item.role, content=text))
+        else:
+            _add_of_assistant(messages, item)
+    return messages
+
+
+def _add_of_assistant(messages: list[Message], item: InputMessage | InputReasoning | FunctionCall) -> None:
+    """One message has the reasoning, the text after it and the calls after that, as chats have them."""
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
+    if isinstance(item, FunctionCall):
+        call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+        if last is not None:
+            last.tool_calls = [*last.tool_calls, call]
+        else:
+            messages.append(Message(role="assistant", tool_calls=[call]))
+    elif isinstance(item, InputReasoning):
+        if item.text:
+            messages.append(Message(role="assistant", reasoning_content=item.text))
+    elif last is not None and last.content is None and not last.tool_calls:
+        last.content = _text(item.content)
+    else:
+        messages.append(Message(role="assistant", content=_text(item.content)))
+
+
+def _text(content: _Texts) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"] = "output_text"
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputReasoningText(BaseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str = ""
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    status: ItemStatus = "in_progress"
+    content: list[OutputText] = []
+
+
+class OutputReasoning(BaseModel):
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: ItemStatus = "in_progress"
+    summary: list[Any] = []
+    content: list[OutputReasoningText] = []
+
+
+class OutputCall(BaseModel):
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: ItemStatus = "in_progress"
+    call_id: str
+    name: str
+    arguments: Annotated[str, Field(description="JSON, as the model wrote it")] = ""
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(BaseModel):
+    code: str
+    message: str
+
+
+class Response(BaseModel):
+    """With what was asked for, as OpenAI's."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: Annotated[int, Field(description="seconds since 1970")]
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[Annotated[OutputMessage | OutputReasoning | OutputCall, Field(discriminator="type")]] = []
+    usage: ResponseUsage | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, Any]
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    metadata: dict[str, Any]

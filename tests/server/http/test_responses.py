@@ -1,0 +1,187 @@
+"""/v1/responses through the official client, against the same chats; the model draws at random."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from llmservice_server.http.protocol.responses import ResponsesRequest
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "name": "get_weather", "description": "Weather", "parameters": WEATHER, "strict": True},
+    {"type": "function", "name": "now"},
+]
+ASKED: dict[str, Any] = {"model": "tiny", "input": "What is the weather?", "max_output_tokens": 60}
+
+
+class Answer(BaseModel):
+    """What `parse` makes of an answer."""
+
+    word: str = Field(max_length=6)
+    number: int = Field(ge=0, le=99)
+
+
+@pytest.fixture
+def client(server: Any) -> Any:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_an_answer_is_that_of_the_same_chat(client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "tiny", "temperature": 1.0, "extra_body": {"seed": 5}}
+    turns: list[Any] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    last = {"role": "user", "content": "And now?"}
+    chat = client.chat.completions.create(
+        messages=[{"role": "system", "content": "Be brief.\n\nIn French."}, *turns, last], max_tokens=24, **given
+    )
+    parts: Any = [{"type": "input_text", "text": "And now?"}]
+    response = client.responses.create(
+        instructions="Be brief.",
+        input=[{"role": "developer", "content": "In French."}, *turns, last | {"content": parts}],
+        max_output_tokens=24,
+        **given,
+    )
+    assert response.output_text == chat.choices[0].message.content
+    assert (response.object, response.model, response.instructions) == ("response", "tiny", "Be brief.")
+    assert response.usage is not None
+    assert chat.usage is not None
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == chat.usage.completion_tokens == 24
+    [message] = response.output
+    assert (message.type, message.status) == ("message", "incomplete")  # the tokens ended before the answer
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_events_make_the_answer(client: openai.OpenAI) -> None:
+    given = ASKED | {"extra_body": {"seed": 3}}
+    whole = client.responses.create(**given)
+    events = list(client.responses.create(stream=True, **given))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        *("response.created", "response.in_progress"),
+        *("response.output_item.added", "response.content_part.added"),
+    ]
+    assert kinds[-4:] == [
+        *("response.output_text.done", "response.content_part.done", "response.output_item.done"),
+        "response.incomplete",
+    ]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+
+
+def test_the_clients_own_parse_reads_the_answer(client: openai.OpenAI) -> None:
+    for seed in range(4):
+        asked = ASKED | {"max_output_tokens": 200, "extra_body": {"seed": seed}}
+        response = client.responses.parse(text_format=Answer, **asked)
+        assert isinstance(response.output_parsed, Answer)
+        assert response.status == "completed"
+        assert response.text is not None
+        assert response.text.format is not None
+        assert response.text.format.type == "json_schema"
+        with client.responses.stream(text_format=Answer, **asked) as stream:
+            final = stream.get_final_response()
+        assert (final.output_parsed, final.usage) == (response.output_parsed, response.usage)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]},
+    ],
+    ids=["required", "named", "allowed"],
+)
+def test_calls_are_items_and_go_back_with_their_outputs(client: openai.OpenAI, choice: Any) -> None:
+    asked = ASKED | {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_output_tokens": 200}
+    response = client.responses.create(**asked, extra_body={"seed": 1})
+    events = list(client.responses.create(stream=True, **asked, extra_body={"seed": 1}))
+    [call] = [item for item in response.output if item.type == "function_call"]
+    assert call.status == "completed"
+    jsonschema.validate(json.loads(call.arguments), WEATHER if call.name == "get_weather" else {"type": "object"})
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert "".join(pieces) == done.arguments == call.arguments
+    items: Any = [{"role": "user", "content": "What is the weather?"}, *response.output]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+    again = client.responses.create(model="tiny", input=[*items, output], tools=TOOLS, max_output_tokens=8)
+    assert again.usage is not None
+    assert response.usage is not None
+    assert again.usage.input_tokens > response.usage.input_tokens
+    assert [tool.name for tool in again.tools if tool.type == "function"] == ["get_weather", "now"]
+
+
+def test_log_probabilities_are_of_all_tokens(client: openai.OpenAI) -> None:
+    response = client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=2)
+    [message] = response.output
+    assert message.type == "message"
+    [part] = message.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert response.usage is not None
+    assert len(part.logprobs) == response.usage.output_tokens
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id is not supported yet"),
+    ({"store": True}, "store is not supported yet"),
+    ({"background": True}, "background is not supported yet"),
+    ({"max_tokens": 7}, "max_tokens is not supported yet"),
+    ({"truncation": "auto"}, "truncation is not supported yet"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search', expected function"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "expected an item of the type message, function_call, "),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type is 'input_image', expected input_text or output_text",
+    ),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "you must provide input[0].call_id"),
+    ({"include": ["file_search_call.results"]}, "include: file_search_call.results is not supported"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema belongs to the type json_schema"),
+    ({"tool_choice": "required"}, "tool_choice is only allowed beside tools"),
+    ({"max_output_tokens": 100_000}, "maximum context length"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED, ids=lambda each: each if isinstance(each, str) else "")
+def test_what_is_not_supported_is_refused_by_name(server: Any, fields: dict[str, Any], words: str) -> None:
+    status, answer = server.post("/v1/responses", {"model": "tiny", "input": "Hello"} | fields)
+    assert status == 400
+    assert words in answer["error"]["message"]
+
+
+def test_items_of_an_answer_are_one_message_of_the_assistant() -> None:
+    called = {"type": "function_call", "name": "f", "arguments": "{}", "id": None, "status": None}
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "A", "annotations": []}],
+    }
+    items = [
+        {"role": "user", "content": "go"},
+        *(thought, said, called | {"call_id": "1"}, called | {"call_id": "2"}),
+        *({"type": "function_call_output", "call_id": number, "output": "ok"} for number in "12"),
+        *(thought | {"content": None, "summary": [{"type": "summary_text", "text": "So."}]}, said, said),
+    ]
+    messages = ResponsesRequest.model_validate({"model": "m", "input": items}).chat.messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
+    first, second, third = (message for message in messages if message.role == "assistant")
+    assert (first.reasoning_content, first.text, [call.id for call in first.tool_calls]) == ("Hm.", "A", ["1", "2"])
+    assert (second.reasoning_content, second.text, second.tool_calls) == ("So.", "A", [])
+    assert (third.reasoning_content, third.text) == (None, "A")
