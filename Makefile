@@ -52,7 +52,7 @@ test-soak: setup ## the long versions of some tests: every fault at every call, 
 
 test-clients: setup ## the clients of examples/clients with their real packages (wants node and npm)
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile instructor langchain-openai litellm mcp llama-index-llms-openai-like
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile instructor langchain-openai litellm mcp llama-index-llms-openai-like openai-agents
 	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) openai
 	$(BIN)/python -m pytest -q -m clients
 

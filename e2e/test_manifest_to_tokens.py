@@ -59,6 +59,15 @@ def test_the_openai_client_streams_a_chat_through_the_gateway(client: OpenAI) ->
     assert 0 < chunks[-1].usage.completion_tokens <= 24
 
 
+def test_the_openai_client_reads_a_response_through_the_gateway(client: OpenAI) -> None:
+    events = list(client.responses.create(model=NAME, input="Hello", max_output_tokens=24, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.usage is not None
+    assert 0 < last.response.usage.output_tokens <= 24
+
+
 def test_what_was_measured_appears_beside_the_prediction(kube: Kube) -> None:
     def measured() -> Object | None:
         return kube.get(NAME)["status"]["sizing"].get("measured")  # type: ignore[no-any-return]
