@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from llmservice_server.http.protocol.base import unknown_fields
 from llmservice_server.http.protocol.responses import ResponsesRequest
 
 WEATHER = {
@@ -168,18 +169,17 @@ def test_what_is_not_supported_is_refused_by_name(server: Any, fields: dict[str,
 def test_items_of_an_answer_are_one_message_of_the_assistant() -> None:
     called = {"type": "function_call", "name": "f", "arguments": "{}", "id": None, "status": None}
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
-    said = {
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": "A", "annotations": []}],
-    }
+    text = {"type": "output_text", "text": "A", "annotations": [], "logprobs": []}
+    said = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]}
     items = [
         {"role": "user", "content": "go"},
         *(thought, said, called | {"call_id": "1"}, called | {"call_id": "2"}),
         *({"type": "function_call_output", "call_id": number, "output": "ok"} for number in "12"),
         *(thought | {"content": None, "summary": [{"type": "summary_text", "text": "So."}]}, said, said),
     ]
-    messages = ResponsesRequest.model_validate({"model": "m", "input": items}).chat.messages
+    request = ResponsesRequest.model_validate({"model": "m", "input": items})
+    assert [*unknown_fields(request)] == []
+    messages = request.chat.messages
     assert [message.role for message in messages] == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
     first, second, third = (message for message in messages if message.role == "assistant")
     assert (first.reasoning_content, first.text, [call.id for call in first.tool_calls]) == ("Hm.", "A", ["1", "2"])

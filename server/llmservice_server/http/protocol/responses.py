@@ -48,6 +48,8 @@ class _Item(Part):
 class InputText(Part):
     type: Literal["input_text", "output_text"]
     text: str
+    annotations: list[Any] = []  # both as answers have them
+    logprobs: list[Any] = []
 
 
 _Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
