@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from llmservice_server.http.completion_format import CompletionFormat
 from llmservice_server.http.protocol.completions import CompletionRequest
 from llmservice_server.http.protocol.generation import StreamOptions
 from llmservice_server.http.response import Chunk
-from llmservice_server.http.routes.generate import EventStream
+from llmservice_server.http.routes.generate import ChunkWriter
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.output_processor import OutputProcessor
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams
-
-NOT_USED: Any = None
 
 
 def test_each_event_counts_the_tokens_up_to_it() -> None:
@@ -29,8 +26,8 @@ def test_each_event_counts_the_tokens_up_to_it() -> None:
     body = CompletionRequest.model_validate({"model": "tiny", "prompt": [5, 6], "stream": True})
     chunk = Chunk("cmpl-r", "text_completion", 0, "tiny")
     options = StreamOptions(continuous_usage_stats=True)
-    stream = EventStream(NOT_USED, NOT_USED, processor, chunk, CompletionFormat(body, processor), options)
+    writer = ChunkWriter(processor, chunk, CompletionFormat(body, processor), options)
     steps = [Output(request_id="r-0", token_ids=[token_id]) for token_id in library.encode("abc").ids[1:4]]
-    events = [json.loads(line) for line in stream._events(processor.process(steps, 101.0)).split(b"data: ")[1:]]
+    events = [json.loads(line) for line in writer.events(processor.process(steps, 101.0)).split(b"data: ")[1:]]
     assert [event["usage"]["completion_tokens"] for event in events] == [*range(1, len(events) + 1)]
     assert len(events) > 1
