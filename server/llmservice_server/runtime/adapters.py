@@ -204,7 +204,8 @@ class _Reader:
             if len(names) < len("AB"):
                 raise AdapterError(f"{self._path.name} holds one of the two factors of {named}: fetch it again")
             if (module := self._module(named)) is not None:
-                read[module] = LowRank(*self._factors(names, named, self._targets.modules[module]))
+                size, changed = self._targets.modules[module], self._config.pattern_name(named)
+                read[module] = LowRank(*self._factors(names, changed, size))
             else:
                 read.update(self._of_experts(names, self._stack(named)))
         return read
@@ -260,7 +261,7 @@ class _Reader:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A `[count * rank, in]` and B `[out, count * rank]` times the scale, of a matrix of that size in each expert.
 
-        named: as the adapter names what they change.
+        named: as the adapter's patterns name what they change.
         """
         rank, config = self._config.rank(named), self._config
         read = []

@@ -208,11 +208,18 @@ class AdapterConfig(_File):
     modules_to_save: list[str] | None = None
     rank_pattern: _ByModule[Annotated[int, Field(ge=1, le=4096)]] | None = None
     alpha_pattern: _ByModule[Number] | None = None
+    target_parameters: list[str] | None = None
     layer_replication: list[Any] | None = None
     trainable_token_indices: Any = None
     alora_invocation_tokens: list[int] | None = None
     arrow_config: Any = None
     init_lora_weights: Any = True
+
+    def pattern_name(self, module: str) -> str:
+        """What PEFT compares with its patterns: the name of a module, or of its weight where that is the target."""
+        weight = f"{module}.weight"
+        targets = self.target_parameters or []
+        return weight if any(f".{weight}".endswith(f".{target}") for target in targets) else module
 
     def rank(self, module: str) -> int:
         return _by_module(self.rank_pattern, module) or self.r

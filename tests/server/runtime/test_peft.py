@@ -41,6 +41,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj", "up_proj"],
         "rank_pattern": {r".*\.q_proj": 4, r"layers\.\d+\.mlp\.(up_proj|down_proj)": 2},
     },
+    "ranks of parameters": {
+        "target_modules": ["up_proj"],
+        "target_parameters": ["q_proj.weight", "o_proj.weight"],
+        "rank_pattern": {"q_proj.weight": 4},
+        "alpha_pattern": {"q_proj.weight": 3, "o_proj": 5, "up_proj": 9},
+    },
     "some layers": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
     "without a module": {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["up_proj"]},
     "gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
