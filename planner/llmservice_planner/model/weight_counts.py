@@ -29,8 +29,9 @@ ROUTER = re.compile(r"(^|\.)(gate|router)(\.layer)?$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)$")
 _IN_LAYER = re.compile(r"\.\d+\.")
-_BESIDE_LAYERS = re.compile(r"_projections?(\.\d+)?$")
-"""Linear layers of Gemma 3n and 4 that are in none of theirs."""
+_ADAPTED = re.compile(r"\.\d+\.(?!mlp\.router\.classifier$)|_projections?(\.\d+)?$|^lm_head\.dense$")
+"""Linear layers: in the layers all but a part of LongCat's routers, whose code reads its weight, and those of Gemma 3n
+and 4 and of ModernBERT's decoder that are in none."""
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _OF_LATENTS = re.compile(r"\.kv_b_proj$")
 """Makes keys and values of latents; the server holds it in the dtype."""
@@ -289,7 +290,7 @@ def _adapted(module: str, *shape: int) -> dict[str, int]:
             return {"expert_features": experts * (inputs + outputs) * (1 if is_down else 2)}
         case (outputs, inputs) if _EXPERT.fullmatch(module):
             return {"expert_features": inputs + outputs * (1 if is_down else 2)}
-        case (outputs, inputs) if _IN_LAYER.search(module) or _BESIDE_LAYERS.search(module) or is_head(module):
+        case (outputs, inputs) if _ADAPTED.search(module) or is_head(module):
             return {"adapted_features": inputs + outputs}
         case _:
             return {}
