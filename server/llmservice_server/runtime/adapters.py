@@ -303,7 +303,7 @@ class _Reader:
         kinds = sorted({each.rpartition(".")[2] for each in self._targets.modules})
         raise AdapterError(
             f"{_WEIGHTS} holds {name}, but this model has no linear layer {module} that adapters can change (it has "
-            f"{', '.join(kinds)}): {_made_for(self._config)}"
+            f"{', '.join(kinds)}): train without it, unless {_made_for(self._config)}"
         )
 
 

@@ -347,7 +347,10 @@ def test_a_copy_of_the_base_s_head_is_left_out(folder: Path, tmp_path: Path) -> 
             lambda tensors: _replace(tensors, torch.zeros(8)),
         ),
         (
-            "has no linear layer model.layers.9.mlp.down_proj",
+            (
+                "has no linear layer model.layers.9.mlp.down_proj that adapters can change (it has down_proj, "
+                "gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj): train without it, unless the adapter"
+            ),
             {},
             lambda tensors: tensors.update({DOWN.replace("0", "9"): tensors.pop(DOWN)}),
         ),
