@@ -213,6 +213,9 @@ class AdapterConfig(_File):
     trainable_token_indices: Any = None
     alora_invocation_tokens: list[int] | None = None
     arrow_config: Any = None
+    use_bdlora: Any = None
+    kasa_config: Any = None
+    monteclora_config: Any = None
     init_lora_weights: Any = True
 
     def pattern_name(self, module: str) -> str:
@@ -242,7 +245,7 @@ class AdapterConfig(_File):
     def changes_more(self) -> list[str]:
         """The keys that are set which make it more than two factors for each module."""
         names = ["use_dora", "use_qalora", "modules_to_save", "layer_replication", "trainable_token_indices"]
-        names += ["alora_invocation_tokens", "arrow_config"]
+        names += ["alora_invocation_tokens", "arrow_config", "use_bdlora", "kasa_config", "monteclora_config"]
         return [name for name in names if getattr(self, name)]
 
 

@@ -326,6 +326,8 @@ def test_a_copy_of_the_base_s_head_is_left_out(folder: Path, tmp_path: Path) -> 
         ("lora_A.weight has the rank 8, adapter_config.json has 4", {"r": 4}, None),
         ("use_dora is set, which is not supported", {"use_dora": True}, None),
         ("alora_invocation_tokens is set, which is not supported", {"alora_invocation_tokens": [1]}, None),
+        ("use_bdlora is set, which is not supported", {"use_bdlora": {"nblocks": 2}}, None),
+        ("kasa_config is set, which is not supported", {"kasa_config": {"beta": 0.1}}, None),
         ("pissa_niter_4: such an adapter changes the base's", {"init_lora_weights": "pissa_niter_4"}, None),
         ("olora: such an adapter changes the base's", {"init_lora_weights": "olora"}, None),
         ("loftq: such an adapter changes the base's", {"init_lora_weights": "loftq"}, None),
