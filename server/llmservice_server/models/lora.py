@@ -52,13 +52,13 @@ class _Factors:
     ups: list[tuple[slice, slice, torch.Tensor]]  # columns of the stacked product, outputs, [rank, out]
 
     def add_to(self, product: torch.Tensor, hidden: torch.Tensor) -> None:
-        low = hidden @ self.down.t()
+        low = hidden.to(self.down.dtype) @ self.down.t()
         for columns, outputs, up in self.ups:
             _add_product(product[:, outputs], low[:, columns], up)
 
 
 def _add_product(product: torch.Tensor, low: torch.Tensor, up: torch.Tensor) -> None:
-    """`product` may be float32 where the factors are not."""
+    """`product` may be float32 where the factors are not, as may be what is multiplied (HunYuan's routers)."""
     if product.dtype == up.dtype:
         product.addmm_(low, up)
     else:
@@ -263,7 +263,7 @@ class _Slots:
         So the work is always the same. others: `[num_rows, slots]`.
         """
         (num_rows, num_slots), parts = others.shape, len(self.ups)
-        low = (hidden @ self.downs.flatten(0, 1).t()).view(num_rows, num_slots, parts, -1)
+        low = (hidden.to(self.downs.dtype) @ self.downs.flatten(0, 1).t()).view(num_rows, num_slots, parts, -1)
         low = low.masked_fill_(others[:, :, None, None], 0).transpose(1, 2).reshape(num_rows, parts, -1)
         first = 0
         for number, up in enumerate(self.ups):

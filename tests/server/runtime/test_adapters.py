@@ -14,7 +14,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from harness.checkpoints.families import FAMILIES, OTHERS, save
+from harness.checkpoints.families import FAMILIES, OTHERS, Family, save
 from harness.checkpoints.quantized import merged, write_expert_adapter, write_gpt_oss
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.model.shape import ModelShape
@@ -272,13 +272,23 @@ def test_adapters_of_experts_are_as_merged(tmp_path: Path, family: str) -> None:
         assert "start the server with --lora-experts (spec.engine.loraExperts), by which each slot takes" in message
 
 
-@pytest.mark.parametrize(("family", "part"), [("glm-4.7-flash, latent attention", "kv_b_proj"), ("olmoe", "mlp.gate")])
+HUNYUAN = Family("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 16, "pad_token_id": 0})
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "dtype"),
+    [
+        (OTHERS["glm-4.7-flash, latent attention"], "kv_b_proj", "float32"),
+        (OTHERS["olmoe"], "mlp.gate", "float32"),
+        (HUNYUAN, "mlp.gate.wg", "bfloat16"),  # these stay in float32
+    ],
+)
 @torch.inference_mode()
 def test_what_transformers_multiplies_with_is_changed_by_row_as_by_range(
-    tmp_path: Path, family: str, part: str
+    tmp_path: Path, family: Family, part: str, dtype: str
 ) -> None:
-    save((FAMILIES | OTHERS)[family], tmp_path)
-    settings = {"max_loras": 3, "max_lora_rank": 4, "max_model_len": 64, "dtype": "float32"}
+    save(family, tmp_path)
+    settings = {"max_loras": 3, "max_lora_rank": 4, "max_model_len": 64, "dtype": dtype}
     runner = start(EngineConfig(model=tmp_path, threads=1, **settings)).runner
     slots = runner.adapters
     assert slots is not None
