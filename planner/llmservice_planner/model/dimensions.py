@@ -154,11 +154,11 @@ class Dimensions:
         return self.moe_layers * self.num_experts * (3 * self.hidden_size + 5 * self.moe_intermediate_size)
 
     def _mla_features(self) -> int:
-        """Without what makes keys and values of latents."""
         queries = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         latents = self.hidden_size + self.kv_lora_rank + self.qk_rope_head_dim
+        expansion = self.kv_lora_rank + self.heads * (self.qk_nope_head_dim + self.v_head_dim)
         output = self.heads * self.v_head_dim + self.hidden_size
-        return self.hidden_size + 2 * self.q_lora_rank + queries + latents + output
+        return self.hidden_size + 2 * self.q_lora_rank + queries + latents + expansion + output
 
     def _mlp_parameters(self) -> int:
         biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias

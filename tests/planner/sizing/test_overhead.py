@@ -77,6 +77,14 @@ def test_an_adapter_of_llama_3_8b_takes_its_factors_on_every_layer(shape_of: Sha
     assert on_cpu.total_bytes * 4 == on_gpu.total_bytes * 5
 
 
+def test_an_adapter_of_deepseek_v3_has_factors_of_latent_attention_and_routers(shape_of: ShapeOf) -> None:
+    queries, latents, output = (7168 + 1536) + (1536 + 128 * 192), 7168 + 576, 128 * 128 + 7168
+    attention = queries + latents + (512 + 128 * 256) + output  # with what makes keys and values of latents
+    dense, sparse = 3 * (7168 + 18432), (7168 + 256) + 3 * (7168 + 2048)
+    features = 61 * attention + 3 * dense + 58 * sparse + 7168 + 129280
+    assert shape_of("deepseek-v3").adapter_slot_bytes(16, "bfloat16") == 16 * features * 2
+
+
 GATE_UP = 2 * 14336 * 4096 * 2  # of Llama 3 8B, in 16 bits
 
 
