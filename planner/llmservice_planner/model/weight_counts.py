@@ -24,7 +24,7 @@ from llmservice_planner.model.quantization import (
 
 _VALUES = ("qweight", "weight_packed", "weight")
 _SCALES = ("weight_scale_inv", "weight_scale", "scales", "SCB")
-ROUTER = re.compile(r"(^|\.)(gate|router)(\.layer)?$")
+ROUTER = re.compile(r"(^|\.)(gate|router)(\.(layer|proj|wg))?$")
 """Of experts: few outputs, which decide too much to be rounded."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)$")

@@ -49,7 +49,10 @@ def test_packed_matrices_are_counted_by_the_numbers_in_them() -> None:
 @pytest.mark.parametrize(
     ("others", "expected"),
     [
-        pytest.param({"model.layers.0.mlp.gate.weight": (4, 256)}, 4 * 256, id="a router is never quantised"),
+        *(
+            pytest.param({f"model.layers.0.{router}.weight": (4, 256)}, 4 * 256, id=f"{router} is never quantised")
+            for router in ("mlp.gate", "mlp.gate.wg", "router.proj", "router.layer")
+        ),
         pytest.param(_awq("model.layers.2.mlp.up_proj", 384, 256), 0, id="a layer for further tokens"),
         pytest.param({"h.0.attn.bias": (1, 1, 64, 64)}, 0, id="a mask is not loaded"),
         pytest.param({"model.layers.0.mlp.up_proj.bias": (384,)}, 384, id="a bias"),
