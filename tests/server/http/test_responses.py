@@ -151,6 +151,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "input[0].content[0].type is 'input_image', expected input_text or output_text",
     ),
     ({"input": []}, "input"),
+    ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input holds no message"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "you must provide input[0].call_id"),
     ({"include": ["file_search_call.results"]}, "include: file_search_call.results is not supported"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema belongs to the type json_schema"),
@@ -185,3 +186,35 @@ def test_items_of_an_answer_are_one_message_of_the_assistant() -> None:
     assert (first.reasoning_content, first.text, [call.id for call in first.tool_calls]) == ("Hm.", "A", ["1", "2"])
     assert (second.reasoning_content, second.text, second.tool_calls) == ("So.", "A", [])
     assert (third.reasoning_content, third.text) == (None, "A")
+
+
+@pytest.mark.parametrize(
+    ("instructions", "first", "expected"),
+    [
+        (None, ("developer", "developer"), ["developer: A\n\nB", "user: go"]),
+        (None, ("developer", "system"), ["developer: A\n\nB", "user: go"]),
+        ("", ("developer", "user"), ["developer: A", "user: B", "user: go"]),
+        ("", ("user", "user"), ["user: A", "user: B", "user: go"]),
+        ("I", ("system", "developer"), ["system: I\n\nA\n\nB", "user: go"]),
+    ],
+)
+def test_the_system_has_one_message_at_the_beginning(
+    instructions: str | None, first: tuple[str, str], expected: list[str]
+) -> None:
+    items = [{"role": role, "content": text} for role, text in zip((*first, "user"), ("A", "B", "go"), strict=True)]
+    request = ResponsesRequest.model_validate({"model": "m", "instructions": instructions, "input": items})
+    assert [f"{message.role}: {message.text}" for message in request.chat.messages] == expected
+
+
+def test_outputs_follow_the_message_with_their_calls_where_a_text_stands_between() -> None:
+    text = {"type": "output_text", "text": "A", "annotations": None, "logprobs": None}
+    items = [
+        {"role": "user", "content": "go"},
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"},
+        {"role": "assistant", "content": [text]},
+        {"type": "function_call_output", "call_id": "1", "output": "ok"},
+    ]
+    messages = ResponsesRequest.model_validate({"model": "m", "input": items}).chat.messages
+    assert [(message.role, message.text, len(message.tool_calls)) for message in messages] == [
+        *(("user", "go", 0), ("assistant", "A", 1), ("tool", "ok", 0)),
+    ]

@@ -48,8 +48,8 @@ class _Item(Part):
 class InputText(Part):
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] = []  # both as answers have them
-    logprobs: list[Any] = []
+    annotations: list[Any] | None = None  # both as answers have them
+    logprobs: list[Any] | None = None
 
 
 _Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
@@ -243,23 +243,25 @@ class ResponsesRequest(GenerationRequest):
 
 
 def _messages(instructions: str | None, given: str | Sequence[InputItem]) -> list[Message]:
-    messages = [] if instructions is None else [Message(role="system", content=instructions)]
+    messages = [Message(role="system", content=instructions)] if instructions else []
     for item in [InputMessage(role="user", content=given)] if isinstance(given, str) else given:
         if isinstance(item, FunctionCallOutput):
             messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
         elif isinstance(item, InputMessage) and item.role != "assistant":
             text = _text(item.content)
-            if item.role != "user" and len(messages) == 1 and messages[0].role == "system":
+            if item.role != "user" and len(messages) == 1 and messages[0].role in ("system", "developer"):
                 messages[0].content = f"{messages[0].text}\n\n{text}"  # templates take one, at the beginning
             else:
                 messages.append(Message(role=item.role, content=text))
         else:
             _add_of_assistant(messages, item)
+    if not messages:  # reasoning without text
+        raise invalid("input holds no message: expected at least one", param="input")
     return messages
 
 
 def _add_of_assistant(messages: list[Message], item: InputMessage | InputReasoning | FunctionCall) -> None:
-    """One message has the reasoning, the text after it and the calls after that, as chats have them."""
+    """One message has the reasoning, the text after it and the calls, as chats have them."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if isinstance(item, FunctionCall):
         call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
@@ -270,7 +272,7 @@ def _add_of_assistant(messages: list[Message], item: InputMessage | InputReasoni
     elif isinstance(item, InputReasoning):
         if item.text:
             messages.append(Message(role="assistant", reasoning_content=item.text))
-    elif last is not None and last.content is None and not last.tool_calls:
+    elif last is not None and last.content is None:
         last.content = _text(item.content)
     else:
         messages.append(Message(role="assistant", content=_text(item.content)))
