@@ -76,6 +76,11 @@ class ChatFormat:
         counters = [counter for counter in self._reasoning if counter is not None]
         return sum(counter.num_tokens for counter in counters) if counters else None
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the arguments of a call are incomplete."""
+        return any(parser.in_call for parser in self._parsers)
+
     def answer(self, identity: str, created: int, model: str, outputs: Sequence[CompletionOutput]) -> ChatCompletion:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         answer = ChatCompletion(

@@ -28,7 +28,6 @@ from llmservice_server.text.output_processor import CompletionOutput, OutputProc
 
 Event = dict[str, Any]
 _Item = OutputMessage | OutputReasoning | OutputCall
-_NO_FUNCTION = {"description": None, "parameters": None, "strict": False}
 
 
 class ResponsesFormat:
@@ -59,7 +58,7 @@ class ResponsesFormat:
         )
         self._open: _Item | None = None
         self._held = ""  # spaces before a text, which are none of it where a call follows
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is not complete yet
+        self._logprobs: list[TokenLogprob] = []  # of tokens before a text
         self._num_events = 0
 
     def answer(self, outputs: Sequence[CompletionOutput]) -> Response:
@@ -103,7 +102,7 @@ class ResponsesFormat:
             self._logprobs += part.logprobs.content
         if delta.reasoning_content:
             yield from self._add_reasoning(delta.reasoning_content)
-        if delta.content:
+        if delta.content is not None:  # "": of tokens whose text is not complete yet, or is none
             yield from self._add_text(delta.content)
         for call in delta.tool_calls or ():
             yield from self._add_call(call)
@@ -172,7 +171,7 @@ class ResponsesFormat:
         response, complete = self._response, reason != "length"
         if not response.output:
             yield from self._add_text("", even_blank=True)
-        yield from self._close(complete=complete)
+        yield from self._close(complete=complete and not self._chat.in_call)  # a stop string may end a call
         response.status = "completed" if complete else "incomplete"
         if not complete:
             response.incomplete_details = IncompleteDetails(reason="max_output_tokens")

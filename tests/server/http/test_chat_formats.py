@@ -224,13 +224,46 @@ def test_a_response_has_the_reasoning_the_text_and_the_calls_of_the_chat(start: 
                 case "function_call":
                     found["tool_calls"].append([item["name"], item["arguments"]])
         assert found == {key: chat[key] for key in found}
-        lines = server.request("POST", "/v1/responses", json.dumps(asked | {"stream": True}).encode())[1].splitlines()
-        events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: ")]
+        events = _events(server, asked)
         done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         assert [_without_ids(item) for item in done] == [_without_ids(item) for item in response["output"]]
         assert events[-1]["response"]["usage"] == response["usage"]
         assert (events[-1]["response"]["status"] == "completed") == (chat["finish_reason"] != "length")
     assert kinds >= {"reasoning", "function_call"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}], ids=["any", "named"])
+def test_a_call_that_a_stop_string_cuts_off_is_an_incomplete_item(start: Any, choice: Any) -> None:
+    tools = [{"type": "function", "name": "get_weather", "parameters": WEATHER}]
+    asked = {"model": "tiny", "input": "What is the weather?", "tools": tools, "tool_choice": choice, "seed": 1}
+    asked |= {"logit_bias": start.bias, "max_output_tokens": 220, "parallel_tool_calls": False}
+    for stop, status in (("city", "incomplete"), ([], "completed")):
+        _, response = start("hermes think").post("/v1/responses", asked | {"stop": stop})
+        [call] = [item for item in response["output"] if item["type"] == "function_call"]
+        assert (response["status"], call["status"]) == ("completed", status)
+
+
+def test_events_have_the_log_probabilities_of_all_tokens_of_a_text(start: Any) -> None:
+    server = start("hermes think")
+    asked = {"model": "tiny", "input": "What is the weather?", "logit_bias": start.bias}
+    num_texts = 0
+    for seed in range(6):
+        given = asked | {"include": ["message.output_text.logprobs"], "stop": ["e"], "seed": seed}
+        _, whole = server.post("/v1/responses", given)
+        events = _events(server, given)
+        told = [
+            entry for event in events if event["type"].endswith("text.delta") for entry in event.get("logprobs", ())
+        ]
+        texts = [item["content"][0] for item in whole["output"] if item["type"] == "message"]
+        num_texts += len(texts)
+        expected = [entry["token"] for text in texts for entry in text["logprobs"]]
+        assert [entry["token"] for entry in told] == expected
+    assert num_texts
+
+
+def _events(server: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = server.request("POST", "/v1/responses", json.dumps(asked | {"stream": True}).encode())[1].splitlines()
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: ")]
 
 
 def _without_ids(item: dict[str, Any]) -> dict[str, Any]:
