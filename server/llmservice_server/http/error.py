@@ -76,7 +76,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
     path, error = next(telling, meant[0])  # a wrong length is of the type that the input has
     if error["type"] in _MISSING:
         missing = error["ctx"]["field"] if error["type"] == "missing_field" else error["loc"][-1]
-        name = echo(".".join(part for part in (_name(path), str(missing)) if part))
+        parent = path[:-1] if path[-1:] == (missing,) else path  # a null is missing, too
+        name = echo(".".join(part for part in (_name(parent), str(missing)) if part))
         return invalid(f"you must provide {name}", str(path[0] if path else missing), code="missing_required_parameter")
     param = echo(path[0]) if path else None
     if not path and error["type"] in ("dict_type", "model_type", "model_attributes_type"):

@@ -229,6 +229,7 @@ def test_chat_parameters_are_refused_likewise(field: str, value: Any) -> None:
         ({"messages": {}}, "messages is an object, expected a list"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop: list should have at most 4 items after validation, not 5"),
         ({"tool_choice": {"type": "function"}}, "you must provide tool_choice.function"),
+        ({"model": None}, "you must provide model"),
         (
             {"response_format": {"type": "xml"}},
             "response_format.type is 'xml', expected text, json_object or json_schema",
