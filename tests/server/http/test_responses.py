@@ -142,7 +142,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id is not supported yet"),
     ({"store": True}, "store is not supported yet"),
     ({"background": True}, "background is not supported yet"),
-    ({"max_tokens": 7}, "max_tokens is not supported yet"),
+    ({"max_tokens": 7}, "max_tokens is not supported: use max_output_tokens"),
+    ({"messages": []}, "messages is not supported: use input"),
+    ({"response_format": {"type": "text"}}, "response_format is not supported: use text.format"),
     ({"truncation": "auto"}, "truncation is not supported yet"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search', expected function"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "expected an item of the type message, function_call, "),
@@ -164,6 +166,37 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_supported_is_refused_by_name(server: Any, fields: dict[str, Any], words: str) -> None:
     status, answer = server.post("/v1/responses", {"model": "tiny", "input": "Hello"} | fields)
     assert status == 400
+    assert words in answer["error"]["message"]
+
+
+BAD_SCHEMA = {"type": "object", "properties": 3}
+BAD_CALL = [{"role": "user", "content": "go"}, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": BAD_CALL}, "input", "the arguments of the call 1 are no JSON object"),
+        ({"input": "a " * 9000}, "input", "a text of 180"),
+        ({"max_output_tokens": 100_000}, "max_output_tokens", "shorten the prompt or lower max_output_tokens"),
+        ({"max_output_tokens": 4, "min_tokens": 5}, "min_tokens", "min_tokens 5 is above max_output_tokens 4"),
+        ({"tools": [TOOLS[0] | {"parameters": BAD_SCHEMA}]}, "tools", "tools[0].parameters.properties: expected"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "text.format",
+            "text.format: no answer",
+        ),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "give either text.format or structured_outputs, not both",
+        ),
+        ({"stream_options": {}}, "stream_options", "stream_options is only allowed when stream is true"),
+    ],
+)
+def test_errors_name_the_fields_of_a_response(server: Any, fields: dict[str, Any], param: str, words: str) -> None:
+    status, answer = server.post("/v1/responses", {"model": "tiny", "input": "Hello"} | fields)
+    assert (status, answer["error"]["param"]) == (400, param)
     assert words in answer["error"]["message"]
 
 

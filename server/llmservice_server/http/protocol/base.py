@@ -48,6 +48,13 @@ class Body(Part):
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Known parameters that are not supported, each with the values that change nothing and are therefore accepted."""
+    instead: ClassVar[Mapping[str, str]] = {  # parameters that vLLM has removed
+        "guided_choice": "structured_outputs.choice",
+        "guided_grammar": "structured_outputs.grammar",
+        "guided_json": "structured_outputs.json",
+        "guided_regex": "structured_outputs.regex",
+    }
+    """What replaces other parameters that are not supported."""
 
     @model_validator(mode="before")
     @classmethod
@@ -56,21 +63,13 @@ class Body(Part):
         if not isinstance(content, dict):
             return content
         given = without_nulls(content)
-        for name in given.keys() & _INSTEAD.keys():
-            raise invalid(f"{name} is not supported: use {_INSTEAD[name]}", name, code="unsupported_parameter")
+        for name in given.keys() & cls.instead.keys():
+            raise invalid(f"{name} is not supported: use {cls.instead[name]}", name, code="unsupported_parameter")
         for name in given.keys() & cls.refused.keys():
             if not any(_same(given[name], neutral) for neutral in cls.refused[name]):
                 raise invalid(f"{name} is not supported yet: leave it out", name, code="unsupported_parameter")
             del given[name]
         return given
-
-
-_INSTEAD = {  # parameters that vLLM has removed
-    "guided_choice": "structured_outputs.choice",
-    "guided_grammar": "structured_outputs.grammar",
-    "guided_json": "structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-}
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from llmservice_server.http.error import echo, invalid
+from llmservice_server.http.error import ApiError, echo, invalid
 from llmservice_server.http.protocol.base import JsonObject, LogprobsCount, Part, TokenCount, without_nulls
 from llmservice_server.http.protocol.chat import (
     MAX_TOOLS,
@@ -176,6 +178,27 @@ class ReasoningOptions(Part):
     generate_summary: str | None = None
 
 
+_OWN_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Errors about the chat name the fields of the response."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = _OWN_NAMES.get(error.param or "", error.param)
+        error.message = error.message.replace("].function.parameters", "].parameters")
+        for name in ("max_tokens", "response_format"):
+            error.message = re.sub(rf"\b{name}\b", _OWN_NAMES[name], error.message)
+        raise
+
+
 class ResponsesRequest(GenerationRequest):
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "llama", "input": "Hello", "max_output_tokens": 32}]}
@@ -184,14 +207,20 @@ class ResponsesRequest(GenerationRequest):
         **GenerationRequest.refused,
         "background": (False,),
         "conversation": (),
-        "max_tokens": (),
         "moderation": (),
         "n": (1,),
         "previous_response_id": (),
         "prompt": (),
         "prompt_logprobs": (),
-        "response_format": (),
         "truncation": ("disabled",),
+    }
+    instead: ClassVar[Mapping[str, str]] = {
+        **GenerationRequest.instead,
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
     }
 
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
@@ -210,10 +239,12 @@ class ResponsesRequest(GenerationRequest):
     max_tool_calls: int | None = None  # of tools that OpenAI runs, of which there are none
 
     @model_validator(mode="after")
-    def _check_response(self) -> Self:
+    def _check_combinations(self) -> Self:
+        """The chat checks all others."""
         if unknown := [name for name in self.include if name not in _INCLUDED]:
             raise invalid(f"include: {echo(unknown[0])} is not supported: leave it out", param="include")
-        _ = self.chat  # raises
+        with own_names():
+            _ = self.chat  # raises
         return self
 
     @property
@@ -224,7 +255,7 @@ class ResponsesRequest(GenerationRequest):
     def chat(self) -> ChatRequest:
         """The same as a chat. Raises ApiError where tools and choice contradict each other."""
         shared = self.model_fields_set & GenerationRequest.model_fields.keys()
-        given: dict[str, Any] = {name: getattr(self, name) for name in shared - {"stream_options"}}
+        given: dict[str, Any] = {name: getattr(self, name) for name in shared}
         if self.text.format is not None:
             given["response_format"] = self.text.format.as_chat()
         choice: ToolChoice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.as_chat()

@@ -27,7 +27,7 @@ from llmservice_server.http.protocol.chat import ChatCompletion, ChatRequest
 from llmservice_server.http.protocol.completions import Completion, CompletionRequest
 from llmservice_server.http.protocol.generation import GenerationRequest, StreamOptions
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
-from llmservice_server.http.protocol.responses import Response, ResponsesRequest
+from llmservice_server.http.protocol.responses import Response, ResponsesRequest, own_names
 from llmservice_server.http.response import (
     DONE,
     USAGE_HEADER,
@@ -96,7 +96,8 @@ async def chat_completions(body: ChatRequest, request: Request, state: StateDep,
 
 @router.post("/v1/responses", response_model=Response, responses=_RESPONSES, summary="Answer with items")
 async def responses(body: ResponsesRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
-    processor = await _processor(request, state, serving, body.chat, _chat_prompts, None)
+    with own_names():
+        processor = await _processor(request, state, serving, body.chat, _chat_prompts, None)
     written = ResponsesFormat(body, processor, int(time.time()), _served_name(state, processor))
     if body.stream:
         return EventStream(state, serving, processor, written)
