@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pydantic
 import pytest
 import tokenizers
+from openai.types.responses import ResponseStreamEvent
 
 from llmservice_planner.command import main
 from llmservice_server.text.reasoning import HARMONY_MARKERS, TAGS
@@ -225,6 +227,8 @@ def test_a_response_has_the_reasoning_the_text_and_the_calls_of_the_chat(start: 
                     found["tool_calls"].append([item["name"], item["arguments"]])
         assert found == {key: chat[key] for key in found}
         events = _events(server, asked)
+        for event in events:
+            _of_client.validate_python(event)
         done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         assert [_without_ids(item) for item in done] == [_without_ids(item) for item in response["output"]]
         assert events[-1]["response"]["usage"] == response["usage"]
@@ -259,6 +263,9 @@ def test_events_have_the_log_probabilities_of_all_tokens_of_a_text(start: Any) -
         expected = [entry["token"] for text in texts for entry in text["logprobs"]]
         assert [entry["token"] for entry in told] == expected
     assert num_texts
+
+
+_of_client = pydantic.TypeAdapter[Any](ResponseStreamEvent)
 
 
 def _events(server: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:

@@ -355,6 +355,7 @@ class OutputCall(BaseModel):
 
 class InputTokensDetails(BaseModel):
     cached_tokens: int
+    cache_write_tokens: Annotated[Literal[0], Field(description="OpenAI charges for them")] = 0
 
 
 class OutputTokensDetails(BaseModel):
