@@ -251,3 +251,28 @@ def test_outputs_follow_the_message_with_their_calls_where_a_text_stands_between
     assert [(message.role, message.text, len(message.tool_calls)) for message in messages] == [
         *(("user", "go", 0), ("assistant", "A", 1), ("tool", "ok", 0)),
     ]
+
+
+def test_the_fields_that_codex_sends_are_known() -> None:
+    """Of codex-rs/codex-api/src/common.rs."""
+    tool = {"type": "function", "name": "f", "description": "F", "strict": False, "parameters": {"type": "object"}}
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask first."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "go"}]},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "A"}],
+            "phase": "commentary",
+        },
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "ok"}]},
+    ]
+    body = {"model": "m", "instructions": "I", "input": items, "tools": [tool], "tool_choice": "auto"}
+    body |= {"parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"}, "store": False}
+    body |= {"stream": True, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k"}
+    body |= {"text": {"verbosity": "low"}, "client_metadata": {"x-codex-installation-id": "1"}}
+    request = ResponsesRequest.model_validate(body)
+    assert [*unknown_fields(request)] == []
+    assert [message.role for message in request.chat.messages] == ["system", "user", "assistant", "tool"]

@@ -176,6 +176,7 @@ class GenerationRequest(Body):
     metadata: dict[str, Any] = {}
     service_tier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] = {}
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
 

@@ -61,6 +61,7 @@ class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Texts
+    phase: str | None = None  # commentary or final_answer, as OpenAI's answers have it
 
 
 class FunctionCall(_Item):
@@ -236,7 +237,9 @@ class ResponsesRequest(GenerationRequest):
     chat_template_kwargs: Annotated[
         JsonObject, Field(description="the template's own variables, such as enable_thinking")
     ] = {}
+    # Without effect on the answer.
     max_tool_calls: int | None = None  # of tools that OpenAI runs, of which there are none
+    client_metadata: dict[str, Any] = {}  # Codex sends it always
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
