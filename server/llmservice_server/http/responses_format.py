@@ -47,7 +47,7 @@ class ResponsesFormat:
             parallel_tool_calls=request.parallel_tool_calls,
             reasoning={"effort": request.reasoning.effort, "summary": None},
             temperature=request.chat.temperature,
-            text={"format": {"type": "text"}} | request.text.model_dump(exclude_unset=True, by_alias=True),
+            text=_dumped(request.text) | ({"format": {"type": "text"}} if request.text.format is None else {}),
             tool_choice=request.tool_choice if isinstance(request.tool_choice, str) else _dumped(request.tool_choice),
             tools=[
                 {"description": None, "parameters": None, "strict": False} | _dumped(each) for each in request.tools
@@ -190,7 +190,7 @@ class ResponsesFormat:
 
 
 def _dumped(part: Any) -> dict[str, Any]:
-    dumped: dict[str, Any] = part.model_dump(exclude_unset=True)
+    dumped: dict[str, Any] = part.model_dump(exclude_unset=True, by_alias=True)
     return dumped
 
 

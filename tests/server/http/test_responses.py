@@ -126,6 +126,12 @@ def test_calls_are_items_and_go_back_with_their_outputs(client: openai.OpenAI, c
     assert [tool.name for tool in again.tools if tool.type == "function"] == ["get_weather", "now"]
 
 
+def test_a_format_that_is_null_is_free_text(server: Any) -> None:
+    asked = {"model": "tiny", "input": "Hello", "max_output_tokens": 4, "reasoning": {"effort": "max"}}
+    status, answer = server.post("/v1/responses", asked | {"text": {"format": None, "verbosity": "low"}})
+    assert (status, answer["text"]) == (200, {"format": {"type": "text"}, "verbosity": "low"})
+
+
 def test_log_probabilities_are_of_all_tokens(client: openai.OpenAI) -> None:
     response = client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=2)
     [message] = response.output

@@ -179,7 +179,7 @@ def as_template_input(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 RequestedEffort = Annotated[
     ReasoningEffort | None,
     Field(description="for chat templates that read it; none also turns off enable_thinking"),
