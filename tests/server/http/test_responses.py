@@ -153,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "text"}}, "response_format is not supported: use text.format"),
     ({"truncation": "auto"}, "truncation is not supported yet"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search', expected function"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "expected an item of the type message, function_call, "),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "have the client set store to false"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0].type is 'input_image', expected input_text or output_text",

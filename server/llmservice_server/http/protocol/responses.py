@@ -108,7 +108,8 @@ InputItem = Annotated[
     Discriminator(
         _type_of,
         custom_error_type="item_type",
-        custom_error_message="Expected an item of the type message, function_call, function_call_output or reasoning",
+        custom_error_message="Expected an item of the type message, function_call, function_call_output or reasoning "
+        "(answers are not kept, so that no item can be referred to: have the client set store to false)",
     ),
 ]
 
