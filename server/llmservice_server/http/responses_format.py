@@ -1,4 +1,4 @@
-"""The items of /v1/responses, and the events that tell of them: what a chat's deltas say, in other words."""
+"""The output items of /v1/responses and their events, made of a chat's deltas."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class ResponsesFormat:
             metadata=request.metadata,
         )
         self._open: _Item | None = None
+        self._pieces: list[str] = []  # of its text or arguments, which are joined at its end
         self._held = ""  # spaces before a text, which are none of it where a call follows
         self._logprobs: list[TokenLogprob] = []  # of tokens before a text
         self._num_events = 0
@@ -79,6 +80,7 @@ class ResponsesFormat:
         return self._written([{"type": f"response.{self._response.status}", "response": self._response}])
 
     def failed(self, error: ApiError) -> bytes:
+        self._fill()
         self._response.status = "failed"
         self._response.error = ResponseError(code="server_error", message=error.message)
         return self.closing()
@@ -116,7 +118,7 @@ class ResponsesFormat:
             yield from self._begin(item)
             item.content.append(OutputReasoningText())
             yield self._about(item, "content_part.added", part=item.content[0], content_index=0)
-        item.content[0].text += text
+        self._pieces.append(text)
         yield self._about(item, "reasoning_text.delta", delta=text, content_index=0)
 
     def _add_text(self, text: str, *, even_blank: bool = False) -> Iterator[Event]:
@@ -131,7 +133,7 @@ class ResponsesFormat:
             item.content.append(OutputText())
             yield self._about(item, "content_part.added", part=item.content[0], content_index=0)
         logprobs, self._logprobs = self._logprobs, []
-        item.content[0].text += text
+        self._pieces.append(text)
         item.content[0].logprobs += logprobs
         yield self._about(item, "output_text.delta", delta=text, content_index=0, logprobs=logprobs)
 
@@ -141,7 +143,7 @@ class ResponsesFormat:
             item = OutputCall(id=_name("fc"), call_id=call.id or _name("call"), name=call.function.name or "")
             yield from self._begin(item)
         if call.function.arguments:
-            item.arguments += call.function.arguments
+            self._pieces.append(call.function.arguments)
             yield self._about(item, "function_call_arguments.delta", delta=call.function.arguments)
 
     def _begin(self, item: _Item) -> Iterator[Event]:
@@ -151,6 +153,7 @@ class ResponsesFormat:
         yield self._about(item, "output_item.added", item=item)
 
     def _close(self, *, complete: bool = True) -> Iterator[Event]:
+        self._fill()
         item, self._open, self._held = self._open, None, ""
         if item is None:
             return
@@ -166,6 +169,14 @@ class ResponsesFormat:
             yield self._about(item, "content_part.done", part=text, content_index=0)
         item.status = "completed" if complete else "incomplete"
         yield self._about(item, "output_item.done", item=item)
+
+    def _fill(self) -> None:
+        """Give the open item what has come of it."""
+        text, self._pieces = "".join(self._pieces), []
+        if isinstance(self._open, OutputCall):
+            self._open.arguments += text
+        elif self._open is not None:
+            self._open.content[0].text += text
 
     def _finish(self, reason: str) -> Iterator[Event]:
         response, complete = self._response, reason != "length"

@@ -164,6 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"include": ["file_search_call.results"]}, "include: file_search_call.results is not supported"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema belongs to the type json_schema"),
     ({"tool_choice": "required"}, "tool_choice is only allowed beside tools"),
+    ({"top_logprobs": 2}, "top_logprobs is only allowed when include has message.output_text.logprobs"),
     ({"max_output_tokens": 100_000}, "maximum context length"),
 ]
 
@@ -206,6 +207,14 @@ def test_errors_name_the_fields_of_a_response(server: Any, fields: dict[str, Any
     assert words in answer["error"]["message"]
 
 
+def test_many_items_of_one_kind_are_one_message() -> None:
+    said = [{"role": "developer", "content": "x"}] * 100_000
+    called = [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}] * 100_000
+    messages = ResponsesRequest.model_validate({"model": "m", "input": said + called}).chat.messages
+    assert [message.role for message in messages] == ["system", "assistant"]
+    assert (messages[0].text.count("x"), len(messages[1].tool_calls)) == (100_000, 100_000)
+
+
 def test_items_of_an_answer_are_one_message_of_the_assistant() -> None:
     called = {"type": "function_call", "name": "f", "arguments": "{}", "id": None, "status": None}
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
@@ -230,9 +239,9 @@ def test_items_of_an_answer_are_one_message_of_the_assistant() -> None:
 @pytest.mark.parametrize(
     ("instructions", "first", "expected"),
     [
-        (None, ("developer", "developer"), ["developer: A\n\nB", "user: go"]),
-        (None, ("developer", "system"), ["developer: A\n\nB", "user: go"]),
-        ("", ("developer", "user"), ["developer: A", "user: B", "user: go"]),
+        (None, ("developer", "developer"), ["system: A\n\nB", "user: go"]),
+        (None, ("developer", "system"), ["system: A\n\nB", "user: go"]),
+        ("", ("developer", "user"), ["system: A", "user: B", "user: go"]),
         ("", ("user", "user"), ["user: A", "user: B", "user: go"]),
         ("I", ("system", "developer"), ["system: I\n\nA\n\nB", "user: go"]),
     ],
@@ -242,7 +251,8 @@ def test_the_system_has_one_message_at_the_beginning(
 ) -> None:
     items = [{"role": role, "content": text} for role, text in zip((*first, "user"), ("A", "B", "go"), strict=True)]
     request = ResponsesRequest.model_validate({"model": "m", "instructions": instructions, "input": items})
-    assert [f"{message.role}: {message.text}" for message in request.chat.messages] == expected
+    seen = [message.as_template_input() for message in request.chat.messages]
+    assert [f"{message['role']}: {message['content']}" for message in seen] == expected
 
 
 def test_outputs_follow_the_message_with_their_calls_where_a_text_stands_between() -> None:

@@ -1,4 +1,4 @@
-"""/v1/responses: the body, which is one of /v1/chat/completions in other words, and the answer."""
+"""/v1/responses: the body, which is converted to that of a chat, and the answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -247,6 +248,8 @@ class ResponsesRequest(GenerationRequest):
         """The chat checks all others."""
         if unknown := [name for name in self.include if name not in _INCLUDED]:
             raise invalid(f"include: {echo(unknown[0])} is not supported: leave it out", param="include")
+        if self.top_logprobs and LOGPROBS not in self.include:
+            raise invalid(f"top_logprobs is only allowed when include has {LOGPROBS}", param="top_logprobs")
         with own_names():
             _ = self.chat  # raises
         return self
@@ -272,27 +275,31 @@ class ResponsesRequest(GenerationRequest):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort,
             logprobs=LOGPROBS in self.include,
-            top_logprobs=self.top_logprobs if LOGPROBS in self.include else 0,
+            top_logprobs=self.top_logprobs,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
 
 def _messages(instructions: str | None, given: str | Sequence[InputItem]) -> list[Message]:
-    messages = [Message(role="system", content=instructions)] if instructions else []
-    for item in [InputMessage(role="user", content=given)] if isinstance(given, str) else given:
+    """Instructions and the system's messages at the beginning are one message, as templates take no more."""
+    items = [InputMessage(role="user", content=given)] if isinstance(given, str) else given
+    leading = [_text(item.content) for item in takewhile(_is_of_system, items) if isinstance(item, InputMessage)]
+    texts = [instructions, *leading] if instructions else leading
+    messages = [Message(role="system", content="\n\n".join(texts))] if texts else []
+    for item in items[len(leading) :]:
         if isinstance(item, FunctionCallOutput):
             messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
         elif isinstance(item, InputMessage) and item.role != "assistant":
-            text = _text(item.content)
-            if item.role != "user" and len(messages) == 1 and messages[0].role in ("system", "developer"):
-                messages[0].content = f"{messages[0].text}\n\n{text}"  # templates take one, at the beginning
-            else:
-                messages.append(Message(role=item.role, content=text))
+            messages.append(Message(role=item.role, content=_text(item.content)))
         else:
             _add_of_assistant(messages, item)
     if not messages:  # reasoning without text
         raise invalid("input holds no message: expected at least one", param="input")
     return messages
+
+
+def _is_of_system(item: InputItem) -> bool:
+    return isinstance(item, InputMessage) and item.role in ("system", "developer")
 
 
 def _add_of_assistant(messages: list[Message], item: InputMessage | InputReasoning | FunctionCall) -> None:
@@ -301,7 +308,7 @@ def _add_of_assistant(messages: list[Message], item: InputMessage | InputReasoni
     if isinstance(item, FunctionCall):
         call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
         if last is not None:
-            last.tool_calls = [*last.tool_calls, call]
+            last.tool_calls.append(call)
         else:
             messages.append(Message(role="assistant", tool_calls=[call]))
     elif isinstance(item, InputReasoning):
