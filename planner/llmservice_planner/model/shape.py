@@ -283,7 +283,8 @@ class ModelShape(Dimensions):
     def kv_bytes_per_token(self, dtype: str, device_count: int = 1) -> int:
         """KV-cache bytes of one token over all layers and all `device_count`, with fp8's scales; 0 for an encoder."""
         layers = (layers for layers, *_ in self.kv_heads_by_kind)
-        return sum(map(mul, layers, self._layer_bytes(dtype, device_count)))
+        bytes_each = (rows * _row_bytes(numbers, dtype) for rows, numbers in self._layer_rows(device_count))
+        return sum(map(mul, layers, bytes_each))
 
     @property
     def window_share(self) -> float:
@@ -301,24 +302,29 @@ class ModelShape(Dimensions):
         return BlockGroups.of(block_size, full + sliding, sliding, self.sliding_window, step_tokens)
 
     def place_bytes(self, dtype: str, device_count: int) -> int:
-        """Of a token in a place of the KV cache: in a layer with the largest keys."""
-        sizes = self._layer_bytes(dtype, device_count)
-        return max(size for size, layers in zip(sizes, self.own_layers, strict=True) if layers)
+        """Of a token in a place of the KV cache: of a layer with the largest keys, and fp8's scales of each kind."""
+        kinds = {kind for kind, layers in zip(self._layer_rows(device_count), self.own_layers, strict=True) if layers}
+        largest = max(map(math.prod, kinds))
+        scales = sum(largest // numbers for _, numbers in kinds) if dtype == "fp8" else 0
+        return largest * DTYPE_BYTES[dtype] + scales * KV_SCALE_BYTES
 
-    def _layer_bytes(self, dtype: str, device_count: int) -> tuple[int, ...]:
-        """Of a token in a layer of each of `kv_heads_by_kind`, over all `device_count` GPUs.
+    def _layer_rows(self, device_count: int) -> tuple[tuple[int, int], ...]:
+        """Of a token in a layer of each of `kv_heads_by_kind`: rows over all `device_count` GPUs, and numbers in a row.
 
         Heads are split over the GPUs, and repeated where there are more GPUs than heads; MLA's latent is on each GPU.
         """
-        width, scale_bytes = DTYPE_BYTES[dtype], KV_SCALE_BYTES if dtype == "fp8" else 0
         if self.is_encoder:
-            return 0, 0
+            return ((0, 1),) * 2
         if self.is_mla:
-            return (device_count * (self.kv_lora_rank + self.qk_rope_head_dim) * width,) * 2
+            return ((device_count, self.kv_lora_rank + self.qk_rope_head_dim),) * 2
         return tuple(
-            device_count * 2 * max(1, kv_heads // device_count) * (head_dim * width + scale_bytes)
+            (device_count * 2 * max(1, kv_heads // device_count), head_dim)
             for _, kv_heads, head_dim in self.kv_heads_by_kind
         )
+
+
+def _row_bytes(numbers: int, dtype: str) -> int:
+    return numbers * DTYPE_BYTES[dtype] + (KV_SCALE_BYTES if dtype == "fp8" else 0)
 
 
 def _camel(name: str) -> str:

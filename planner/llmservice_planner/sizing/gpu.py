@@ -51,6 +51,11 @@ class CPU:
 Device = GPU | CPU
 
 
+def has_fp8(device: Device) -> bool:
+    """Whether it has arithmetic in fp8, which an fp8 cache needs."""
+    return isinstance(device, GPU) and device.flops_fp8 is not None
+
+
 _WITHOUT_BF16 = ("v100-16gb", "v100-32gb", "t4")
 
 

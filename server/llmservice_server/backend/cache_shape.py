@@ -134,11 +134,15 @@ class KVCacheShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """What is stored of `block_size` tokens in a group's layers, and in an fp8 cache a scale for each row of it."""
-        scale_bytes = 4 if self.dtype.itemsize == 1 else 0
-        heads = self.largest_heads
-        bytes_each = heads.head_dim * self.dtype.itemsize + scale_bytes
-        return self.block_groups(1).num_layers * self.block_size * self.stored * heads.num_kv_heads * bytes_each
+        """What is stored of `block_size` tokens in a group's layers.
+
+        An fp8 cache has scales for the rows of each kind of heads, as a block may have either.
+        """
+        row = self.largest_heads.row
+        kinds = {self.heads(window) for window in self.windows}
+        scales = sum(row // heads.row * heads.num_kv_heads for heads in kinds) if self.dtype.itemsize == 1 else 0
+        token_bytes = self.stored * (row * self.dtype.itemsize + 4 * scales)
+        return self.block_groups(1).num_layers * self.block_size * token_bytes
 
     @property
     def stored(self) -> int:

@@ -53,11 +53,6 @@ def choose_backend(
             f"kv_cache_dtype fp8 needs the attention backend triton, which is not used here ({reason}): "
             "choose another --kv-cache-dtype"
         )
-    if shape.dtype.itemsize == 1 and shape.sliding_heads is not None:
-        raise ConfigError(
-            "kv_cache_dtype fp8 is for models whose layers have the same heads, and those of this one with a window "
-            "have others: choose another --kv-cache-dtype"
-        )
     if name == "cpu":
         from llmservice_server.backend.cpu.backend import CpuBackend
 

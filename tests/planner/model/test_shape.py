@@ -92,9 +92,9 @@ def test_fp8_halves_the_kv_cache_but_for_a_scale_beside_each_key_and_value(shape
     )
 
 
-def test_a_latent_has_no_scales(shape_of: ShapeOf) -> None:
+def test_a_latent_has_one_scale(shape_of: ShapeOf) -> None:
     shape = shape_of("deepseek-v3")
-    assert shape.kv_bytes_per_token("fp8") * 2 == shape.kv_bytes_per_token("bfloat16")
+    assert shape.kv_bytes_per_token("fp8") == 61 * (512 + 64 + 4) == 61 * shape.place_bytes("fp8", 1)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from llmservice_server.backend.cache_shape import Heads, KVCacheShape
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import why_triton_is_unusable
+from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
@@ -27,8 +28,8 @@ BACKENDS = {
 }
 
 
-def shape_of(full: Heads, sliding: Heads, windows: tuple[int | None, ...] = WINDOWS) -> KVCacheShape:
-    return KVCacheShape(*full, windows, 16, torch.float32, sliding_heads=sliding)
+def shape_of(full: Heads, sliding: Heads, dtype: torch.dtype = torch.float32) -> KVCacheShape:
+    return KVCacheShape(*full, WINDOWS, 16, dtype, sliding_heads=sliding)
 
 
 def inputs_of(heads: Heads, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,24 +37,29 @@ def inputs_of(heads: Heads, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor
     return torch.randn(num_tokens, num_heads, head_dim), torch.randn(num_tokens, 2 * num_kv_heads, head_dim)
 
 
-@pytest.mark.parametrize("of", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize(
+    ("of", "dtype"),
+    [*((of, torch.float32) for of in BACKENDS.values()), (BACKENDS["triton"], FP8)],
+    ids=[*BACKENDS, "triton, fp8"],
+)
 @pytest.mark.parametrize(("full", "sliding"), [(FEW_KEYS, MANY_KEYS), (MANY_KEYS, FEW_KEYS)], ids=["few", "many"])
 def test_every_layer_keeps_its_keys_where_layers_differ_in_heads(
-    full: Heads, sliding: Heads, of: Callable[[KVCacheShape, int], Attention]
+    full: Heads, sliding: Heads, of: Callable[[KVCacheShape, int], Attention], dtype: torch.dtype
 ) -> None:
     """Two sequences, all layers of a prompt before any layer of what follows it."""
     torch.manual_seed(3)
-    shape = shape_of(full, sliding)
+    shape = shape_of(full, sliding, dtype)
     num_groups = len(shape.block_groups(1))
     blocks = iter((torch.randperm(12 * num_groups) + 1).tolist())
     tables = [[[next(blocks) for _ in range(5)] for _ in range(2)] for _ in range(num_groups)]
     attention = by_group(shape, lambda of_group: of(of_group, 1 + 12 * num_groups))
+    assert sum(cache.nbytes for cache in attention.caches) == (1 + 12 * num_groups) * shape.bytes_per_block
     for cache in attention.caches:
-        cache[1:] = torch.nan  # what was never stored must not be read
+        cache[1:] = torch.full((), torch.nan)  # what was never stored must not be read
     ours: dict[int, list[torch.Tensor]] = {layer: [] for layer in range(len(WINDOWS))}
     expected = {layer: list[torch.Tensor]() for layer in ours}
     alone = {
-        layer: TorchAttention(shape.with_heads(shape.heads(window), [window]), 64, CPU)
+        layer: BACKENDS["triton" if dtype == FP8 else "torch"](shape.with_heads(shape.heads(window), [window]), 64)
         for layer, window in enumerate(WINDOWS)
     }
     for runs in ([(0, 40), (0, 33)], [(40, 1), (33, 12)], [(41, 1), (45, 1)]):

@@ -101,7 +101,7 @@ def _each_once(windows: Sequence[int | None]) -> list[int | None]:
 
 
 class TritonAttention:
-    """Implements `Attention`. An fp8 cache's scales follow the layers' caches in `caches`.
+    """Implements `Attention`. An fp8 cache's scales follow the layers' caches in `caches`, for each kind of heads.
 
     `varlen` computes the chunks of the steps that it supports.
     """
@@ -113,25 +113,33 @@ class TritonAttention:
         self.device = device
         size = (num_blocks, *_block(shape))
         self._caches = [torch.empty(size, dtype=shape.dtype, device=device) for _ in shape.windows]
-        self._scales: list[torch.Tensor | None] = [
-            torch.empty(size[:-1], dtype=torch.float32, device=device) if shape.dtype == FP8 else None
-            for _ in shape.windows
-        ]
-        self.caches = self._caches + [scales for scales in self._scales if scales is not None]
+        self.caches = [*self._caches]
         for cache in self.caches:
             cache[0].zero_()  # the null block: torch's kernel reads it and multiplies it by 0
-        self._set_shape(shape)
+        self._scales_of: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self._num_processors = num_processors(device)
+        self._set_shape(shape)
 
     def _set_shape(self, shape: KVCacheShape) -> None:
         self.shape = shape
         self.windows = _each_once(shape.windows)
         self.tables = BlockTables(self.device)
+        self._caches = [cache.view(-1, *_block(shape)) for cache in self._caches]
+        self._scales: Sequence[torch.Tensor | None] = [None] * len(self._caches)
+        if shape.dtype == FP8:
+            self._scales = self._scales_for(shape)
+
+    def _scales_for(self, shape: KVCacheShape) -> list[torch.Tensor]:
+        """One of each row, the same for all groups of layers with such heads."""
+        scales = self._scales_of.get(block := _block(shape))
+        if scales is None:
+            scales = [torch.zeros(cache.shape[:-1], device=self.device) for cache in self._caches]
+            self.caches += [each.view(len(self.caches[0]), -1) for each in scales]
+            self._scales_of[block] = scales
+        return scales
 
     def viewed(self, shape: KVCacheShape) -> TritonAttention:
-        """An fp8 cache is only for layers with the same heads."""
         other = copy(self)
-        other._caches = [cache.view(-1, *_block(shape)) for cache in self._caches]
         other._set_shape(shape)
         return other
 
@@ -210,7 +218,7 @@ class TritonStep:
 
     shape: KVCacheShape
     caches: list[torch.Tensor]
-    scales: list[torch.Tensor | None]
+    scales: Sequence[torch.Tensor | None]
     slots: torch.Tensor
     decodes: Decodes | None
     chunks: ChunkAttention | None
