@@ -18,15 +18,15 @@ from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_planner.sizing.explanation import format_bytes
-from llmservice_planner.sizing.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu, has_fp8
 from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_planner.sizing.plan import LimitedBy, Plan, SizingError, SizingRequest, plan
 from llmservice_planner.sizing.workload import for_workload
 
 GIB = 2**30
 
-_NOT_SERVED = ("fp8", "--gpu-count")
-"""Remedies of the planner that the server does not support."""
+_NOT_SERVED = "--gpu-count"
+"""The planner's remedy that the server does not support."""
 _MIG_DEVICE = re.compile(r"/mig-(?P<slices>[1-7])g\.")
 """Slices, of seven, of a GPU's multiprocessors; its memory and bandwidth come in eighths (NVIDIA's MIG guide)."""
 _KEEP_S = 600.0
@@ -128,6 +128,7 @@ def size(spec: LLMServiceSpec, model: Model, report: SizingReport | None = None)
         return problem
     try:
         device = device_of(spec)
+        _check_fp8(spec, device)
         if model.shape is None or model.figures_from == "pod":
             return _self_sized(spec, model, device, report)
         request = sizing_request(spec, model, model.shape, device)
@@ -178,6 +179,14 @@ def _latency(request: SizingRequest, answer: Plan) -> LatencyModel | None:
         answer.kv_bytes_per_token,
         request.quantization,
     )
+
+
+def _check_fp8(spec: LLMServiceSpec, device: GPU | CPU) -> None:
+    if spec.engine.kv_cache_dtype == "fp8" and not has_fp8(device):
+        raise SizingError(
+            f"engine.kvCacheDtype is fp8, for which {device.name} has no arithmetic: choose another type, or a GPU that"
+            " has it (l4, l40s, h100-80gb, …)"
+        )
 
 
 def device_of(spec: LLMServiceSpec) -> GPU | CPU:
@@ -264,7 +273,7 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
 
 
 def _does_not_fit(answer: Plan) -> str:
-    possible = [text for text in answer.remedies if not any(word in text for word in _NOT_SERVED)]
+    possible = [text for text in answer.remedies if _NOT_SERVED not in text]
     remedies = " ".join(f"({number}) {text}" for number, text in enumerate(possible, start=1))
     missing = f"{format_bytes(answer.shortfall_bytes)} are missing for one sequence of {answer.max_model_len} tokens"
     beside = (

@@ -134,8 +134,8 @@ class Engine(SchemaModel):
     gpu_memory_utilization: float = Field(
         0.9, ge=0.1, le=0.99, description="Share of the GPU's memory (of requests.memory on CPU) that may be used."
     )
-    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Type of the KV cache: auto is the model's."
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = Field(
+        "auto", description="Type of the KV cache: auto is the model's; fp8 needs a GPU that has it (L4, H100, newer)."
     )
     block_size: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens per KV block.")
     max_num_batched_tokens: int | None = Field(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from llmservice_planner.model.quantization import WeightFormat
 from llmservice_planner.model.shape import DTYPE_BYTES, KV_SCALE_BYTES, ModelShape
 from llmservice_planner.sizing.budget import NULL_BLOCKS, Budget
-from llmservice_planner.sizing.gpu import CPU, GIB, GPU
+from llmservice_planner.sizing.gpu import CPU, GIB, GPU, has_fp8
 from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_planner.sizing.overhead import OverheadTerm
 from llmservice_planner.sizing.request import LimitedBy, SizingRequest
@@ -102,10 +102,9 @@ def _kv(budget: Budget) -> str:
     request, shape = budget.request, budget.request.shape
     dtype, device_count = request.resolved_kv_dtype, request.device_count
     if shape.is_mla:
-        width = f"{DTYPE_BYTES[dtype]} bytes ({dtype})"
         copies = f" x {device_count} GPUs (every GPU keeps the latent)" if device_count > 1 else ""
         elements = f"({shape.kv_lora_rank} latent + {shape.qk_rope_head_dim} rope)"
-        formula = f"{shape.layers} layers x {elements} x {width}{copies}"
+        formula = f"{shape.layers} layers x {_row(elements, dtype)}{copies}"
     else:
         formula = f"2 x {_kv_heads(shape, dtype, device_count)}"
     return f"kv per token: {formula} = {format_bytes(budget.kv_bytes_per_token)}"
@@ -119,12 +118,15 @@ def _kv_heads(shape: ModelShape, dtype: str, device_count: int) -> str:
     for (kv_heads, head_dim), layers in kinds.items():
         heads = device_count * max(1, kv_heads // device_count)
         repeated = f" ({kv_heads} repeated over {device_count} GPUs)" if heads > kv_heads else ""
-        row = f"{head_dim} x {DTYPE_BYTES[dtype]} bytes ({dtype})"
-        if dtype == "fp8":
-            row = f"({head_dim} x 1 byte (fp8) + {KV_SCALE_BYTES} bytes of scale)"
         if layers:
-            terms.append(f"{layers} layers x {heads} KV heads{repeated} x {row}")
+            terms.append(f"{layers} layers x {heads} KV heads{repeated} x {_row(str(head_dim), dtype)}")
     return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
+
+
+def _row(numbers: str, dtype: str) -> str:
+    if dtype == "fp8":
+        return f"({numbers} x 1 byte (fp8) + {KV_SCALE_BYTES} bytes of scale)"
+    return f"{numbers} x {DTYPE_BYTES[dtype]} bytes ({dtype})"
 
 
 def _memory(budget: Budget) -> str:
@@ -221,6 +223,8 @@ def _answer(budget: Budget, max_num_seqs: int, bounds: Mapping[LimitedBy, int], 
     device = budget.request.device
     if isinstance(device, GPU) and not device.supports_bf16 and budget.request.resolved_dtype == "bfloat16":
         yield f"caution: {device.name} has no bfloat16 units: use dtype float16"
+    if budget.request.kv_dtype == "fp8" and not has_fp8(device):
+        yield f"caution: {device.name} has no fp8 units, and the server does not start: use kv_dtype auto"
     yield f"answer: max_num_seqs {max_num_seqs}, limited by {limited_by}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from llmservice_planner.sizing.budget import Budget
 from llmservice_planner.sizing.explanation import format_bytes
-from llmservice_planner.sizing.gpu import CPU, GIB, GPU, GPUS
+from llmservice_planner.sizing.gpu import CPU, GIB, GPU, GPUS, has_fp8
 from llmservice_planner.sizing.request import SizingRequest, can_shard
 
 _MAX_GPUS = 16
@@ -36,7 +36,8 @@ def _fits_at(request: SizingRequest, length: int) -> bool:
 def _remedies(request: SizingRequest) -> Iterator[str]:
     if length := longest_model_len(request):
         yield f"lower max_model_len from {request.model_len} to {length}"
-    if _supports_fp8(request) and Budget.of(replace(request, kv_dtype="fp8")).fits:
+    is_smaller = has_fp8(request.device) and request.resolved_kv_dtype != "fp8"
+    if is_smaller and Budget.of(replace(request, kv_dtype="fp8")).fits:
         yield "use kvCacheDtype: fp8 (--kv-dtype fp8): one byte an element, and a scale"
     yield from _quantized(request)
     if isinstance(request.device, CPU):
@@ -71,11 +72,6 @@ def _quantized(request: SizingRequest) -> Iterator[str]:
         if budget.fits:
             yield f"use a checkpoint quantised to {bits} bits: {format_bytes(budget.weights_bytes)} of weights"
             return
-
-
-def _supports_fp8(request: SizingRequest) -> bool:
-    has_units = isinstance(request.device, GPU) and request.device.flops_fp8 is not None
-    return has_units and request.resolved_kv_dtype != "fp8"
 
 
 def _memory_needed_mib(request: SizingRequest) -> int:

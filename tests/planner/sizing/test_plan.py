@@ -181,6 +181,12 @@ def test_a_cpu_gets_no_larger_batch_than_it_is_faster_with(shape_of: ShapeOf) ->
     assert (answer.limited_by, answer.max_num_seqs) == ("cap", 64)
 
 
+@pytest.mark.parametrize(("gpu", "warns"), [("a100-80gb", True), ("l4", False)])
+def test_the_working_warns_of_an_fp8_cache_where_the_gpu_has_no_fp8(gpu: str, warns: bool, shape_of: ShapeOf) -> None:
+    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=find_gpu(gpu), max_model_len=2048, kv_dtype="fp8"))
+    assert (f"caution: {gpu} has no fp8 units" in "\n".join(answer.explanation)) == warns
+
+
 def test_the_users_number_is_taken_even_past_what_fits_and_the_working_warns(shape_of: ShapeOf) -> None:
     request = SizingRequest(
         shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, gpu_memory_utilization=0.82, expected_tokens=160
