@@ -116,6 +116,9 @@ class Model(Protocol):
         `….experts.NUMBER.PART`.
         """
 
+    def renamed(self, module: str) -> list[str]:
+        """What the model calls a module of a checkpoint; several where it splits a matrix by its outputs."""
+
     @property
     def config(self) -> CausalShape: ...
 

@@ -160,6 +160,10 @@ class DecoderModel:
     def plain_matrices(self) -> Iterator[PlainMatrix]:
         return iter(())
 
+    def renamed(self, module: str) -> list[str]:
+        """Our names are the checkpoint's."""
+        return [module]
+
     def linears(self) -> Iterator[Linear]:
         """Every matrix that all tokens are multiplied with, the head last."""
         for layer in self.layers:

@@ -182,6 +182,7 @@ class Adaptables:
     experts: list[AdaptableExperts]
     plain: list[Adaptable]
     alternates: bool  # as of `Experts`
+    renamed: Callable[[str], list[str]]  # as of `Model`
 
     @classmethod
     def of(cls, model: Model) -> Adaptables:
@@ -200,6 +201,7 @@ class Adaptables:
             experts,
             [Adaptable({each.name: each.weight.shape[0]}, each.weight.shape[1]) for each in model.plain_matrices()],
             any(one.alternates for one in mixtures),
+            model.renamed,
         )
 
 

@@ -6,7 +6,7 @@ Its attention layers call the function that is registered with transformers' `At
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,6 +167,7 @@ class TransformersModel:
         self._products = [*products.values(), *([] if last is None else [last])]
         self._decoder = model.base_model
         self.modules = self._modules(model)
+        self.renamed = renamed_module(model)
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
         self._head_only = model
@@ -314,12 +315,12 @@ def replaced_weights(model: torch.nn.Module) -> Iterator[Replaced]:
             yield Replaced(f"{name}.{stack}", shape, modules)
 
 
-def renamed_modules(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
-    """What transformers' model calls modules of a checkpoint: several where it splits a matrix by its outputs."""
+def renamed_module(model: Any) -> Callable[[str], list[str]]:
+    """What transformers' model calls a module of a checkpoint: several where it splits a matrix by its outputs."""
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     splits = [each for each in transforms if isinstance(each, WeightConverter) and _splits_outputs(each)]
-    return {name: _renamed(f"{name}.weight", renamings, splits) for name in names}
+    return lambda name: _renamed(f"{name}.weight", renamings, splits)
 
 
 def _splits_outputs(converter: Any) -> bool:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -47,7 +47,10 @@ class SlotStore:
 
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
-        self._targets = Targets(slots.modules, slots.max_rank, slots.adaptables.alternates, slots.lacking_bytes)
+        adaptables = slots.adaptables
+        self._targets = Targets(
+            slots.modules, slots.max_rank, adaptables.alternates, slots.lacking_bytes, adaptables.renamed
+        )
         self._reader = ThreadPoolExecutor(1, "adapters")
 
     @property
@@ -73,6 +76,7 @@ class Targets:
     max_rank: int
     alternates: bool = False  # as of `Experts`
     lacking_bytes: int = 0  # as of `AdapterSlots`
+    renamed: Callable[[str], list[str]] = lambda module: [module]  # as of `Model`
 
 
 def read_adapter(folder: Path, targets: Targets, dtype: torch.dtype) -> tuple[str, dict[str, LowRank]]:
@@ -197,15 +201,18 @@ class _Reader:
         if not sides:
             raise AdapterError(f"{self._path.name} holds no tensors of a language model")
         for named, names in sides.items():
-            if self._module(named) is None and not self._stack(named):
+            if not self._modules(named) and not self._stack(named):
                 self._refuse(named, next(iter(names.values())))
         read: dict[str, LowRank] = {}
         for named, names in sides.items():
             if len(names) < len("AB"):
                 raise AdapterError(f"{self._path.name} holds one of the two factors of {named}: fetch it again")
-            if (module := self._module(named)) is not None:
-                size, changed = self._targets.modules[module], self._config.pattern_name(named)
-                read[module] = LowRank(*self._factors(names, changed, size))
+            if modules := self._modules(named):
+                sizes = [self._targets.modules[module] for module in modules]
+                outputs = [size[0] for size in sizes]
+                changed = self._config.pattern_name(named)
+                down, up = self._factors(names, changed, (sum(outputs), sizes[0][1]))
+                read.update(zip(modules, (LowRank(down, part) for part in torch.split(up, outputs)), strict=True))
             else:
                 read.update(self._of_experts(names, self._stack(named)))
         return read
@@ -223,6 +230,13 @@ class _Reader:
     def _module(self, named: str) -> str | None:
         """The model's own name of a module that the adapter names."""
         return self._places.get(place_of(named))
+
+    def _modules(self, named: str) -> list[str]:
+        """Those of the model that an adapter's module is; several where the model has split it."""
+        if (module := self._module(named)) is not None:
+            return [module]
+        found = [self._module(each) for each in self._targets.renamed(named)]
+        return [each for each in found if each is not None] if None not in found else []
 
     def _stack(self, named: str) -> str:
         """The name of all experts of a layer; empty: it is none."""

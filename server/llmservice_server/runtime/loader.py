@@ -354,11 +354,12 @@ class _Place(NamedTuple):
 
 def _places(model: torch.nn.Module, stored: Iterable[str], replaced: Sequence[Replaced]) -> dict[str, _Place]:
     """Where transformers' `model` has these quantised modules, by `place_of`."""
-    from llmservice_server.models.transformers_model import renamed_modules
+    from llmservice_server.models.transformers_model import renamed_module
 
     sizes = {place_of(name): each.shape[0] for each in replaced for modules in each.modules for name in modules}
-    places = {}
-    for name, modules in renamed_modules(model, stored).items():
+    places, renamed = {}, renamed_module(model)
+    for name in stored:
+        modules = renamed(name)
         if len(modules) == 1:
             places[place_of(modules[0])] = _Place(name)
         elif sizes.keys() >= {*map(place_of, modules)}:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from harness.checkpoints.families import FAMILIES, OTHERS, save
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.models.lora import SlotRows
+from llmservice_server.models.transformers_model import renamed_module
 from llmservice_server.runtime.startup import start
 from llmservice_server.types.errors import AdapterError
 
@@ -121,21 +123,23 @@ def _load(folder: Path) -> Any:
     return copy.deepcopy(MODELS[folder])
 
 
-def check(base: Path, adapters: list[Path], **settings: Any) -> None:
-    """The base and some adapters in one step have PEFT's logits, and no two of them are the same."""
+def check(base: Path, adapters: list[Path], served: list[Path] | None = None, **settings: Any) -> None:
+    """The base and some adapters in one step have PEFT's logits, and no two of them are the same.
+
+    `served` takes the place of the adapters that PEFT reads.
+    """
     config = {"max_loras": len(adapters), "max_lora_rank": 16, "max_model_len": 64, "dtype": "float32"} | settings
     started = start(EngineConfig(model=base, threads=1, **config))
     assert started.adapters is not None
     assert started.runner.adapters is not None
-    for slot, adapter in enumerate(adapters):
+    for slot, adapter in enumerate(served or adapters):
         started.adapters.put(slot, started.adapters.read(str(adapter)).result())
     rows = [SlotRows(slot, slice(LENGTH * (slot + 1), LENGTH * (slot + 2))) for slot in range(len(adapters))]
-    served = [None, *adapters]
-    blocks = [(0, LENGTH, [2 * number + 1, 2 * number + 2]) for number in range(len(served))]
+    blocks = [(0, LENGTH, [2 * number + 1, 2 * number + 2]) for number in range(len(rows) + 1)]
     with torch.inference_mode(), started.runner.adapters.applied(rows):
-        step = started.runner.forward(StepInput.of(blocks, PROMPT * len(served)), rows)
-        logits = started.runner.model.logits(step).view(len(served), LENGTH, -1)
-    expected = [peft_logits(base, adapter) for adapter in served]
+        step = started.runner.forward(StepInput.of(blocks, PROMPT * len(blocks)), rows)
+        logits = started.runner.model.logits(step).view(len(blocks), LENGTH, -1)
+    expected = [peft_logits(base, adapter) for adapter in (None, *adapters)]
     for ours, theirs in zip(logits, expected, strict=True):
         assert _difference(ours[:, : theirs.shape[1]], theirs) < TOLERANCE
     assert all(_difference(expected[0], theirs) > 100 * TOLERANCE for theirs in expected[1:])
@@ -175,6 +179,35 @@ def test_all_linear_layers_of_a_family(base: Any, tmp_path: Path, family: str) -
     with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
         with_experts = any(".experts." in name for name in file.keys())  # noqa: SIM118 - no mapping
     check(base(family), [adapter], lora_experts=with_experts)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["granite-moe", "exaone, names of its own", "sarvam-moe, queries, keys and values in one matrix"],
+)
+def test_modules_may_have_the_checkpoints_names(base: Any, tmp_path: Path, family: str) -> None:
+    """As of adapters that were trained with a model's own code, or with transformers 4."""
+    folder = base(family)
+    router = {"target_parameters": ["router.weight"]} if family == "granite-moe" else {}
+    adapter = write_adapter(folder, tmp_path / "adapter", target_modules=ATTENTION, **router)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        stored = [name.removesuffix(".weight") for name in file.keys()]  # noqa: SIM118 - no mapping
+    renamed, path = renamed_module(MODELS[folder]), adapter / "adapter_model.safetensors"
+    factors, expected = load_file(path), dict[str, torch.Tensor]()
+    for module in stored:
+        names = [f"base_model.model.{each}" for each in renamed(module)]
+        if f"{names[0]}.lora_A.weight" in factors:
+            ups = [factors.pop(f"{name}.lora_B.weight") for name in names]
+            down, *_ = (factors.pop(f"{name}.lora_A.weight") for name in names)
+            expected |= {f"{name}.lora_A.weight": down for name in names}
+            expected |= {f"{name}.lora_B.weight": up for name, up in zip(names, ups, strict=True)}
+            factors[f"base_model.model.{module}.lora_A.weight"] = down
+            factors[f"base_model.model.{module}.lora_B.weight"] = torch.cat(ups)
+    assert factors.keys() != expected.keys()
+    save_file({name: factor.clone() for name, factor in expected.items()}, path)
+    as_named = shutil.copytree(adapter, tmp_path / "as the checkpoint names them")
+    save_file(factors, as_named / "adapter_model.safetensors")
+    check(folder, [adapter], served=[as_named])
 
 
 @pytest.mark.parametrize("family", EXPERTS)
