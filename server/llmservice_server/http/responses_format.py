@@ -12,6 +12,7 @@ from llmservice_server.http.protocol.chat import TokenLogprob
 from llmservice_server.http.protocol.responses import (
     IncompleteDetails,
     InputTokensDetails,
+    NamespaceTool,
     OutputCall,
     OutputMessage,
     OutputReasoning,
@@ -22,6 +23,7 @@ from llmservice_server.http.protocol.responses import (
     ResponseError,
     ResponsesRequest,
     ResponseUsage,
+    WebSearch,
 )
 from llmservice_server.http.response import event, usage
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
@@ -50,12 +52,17 @@ class ResponsesFormat:
             text=_dumped(request.text) | ({"format": {"type": "text"}} if request.text.format is None else {}),
             tool_choice=request.tool_choice if isinstance(request.tool_choice, str) else _dumped(request.tool_choice),
             tools=[
-                {"description": None, "parameters": None, "strict": False} | _dumped(each) for each in request.tools
+                _dumped(each)
+                if isinstance(each, NamespaceTool)
+                else {"description": None, "parameters": None, "strict": False} | _dumped(each)
+                for each in request.tools
+                if not isinstance(each, WebSearch)
             ],
             top_logprobs=request.top_logprobs,
             top_p=request.chat.top_p,
             metadata=request.metadata,
         )
+        self._namespaces = request.namespaces
         self._open: _Item | None = None
         self._pieces: list[str] = []  # of its text or arguments, which are joined at its end
         self._held = ""  # spaces before a text, which are none of it where a call follows
@@ -140,7 +147,9 @@ class ResponsesFormat:
     def _add_call(self, call: ToolCallDelta) -> Iterator[Event]:
         item = self._open
         if call.id is not None or not isinstance(item, OutputCall):
-            item = OutputCall(id=_name("fc"), call_id=call.id or _name("call"), name=call.function.name or "")
+            seen = call.function.name or ""
+            namespace, name = self._namespaces.get(seen, (None, seen))
+            item = OutputCall(id=_name("fc"), call_id=call.id or _name("call"), name=name, namespace=namespace)
             yield from self._begin(item)
         if call.function.arguments:
             self._pieces.append(call.function.arguments)

@@ -23,6 +23,7 @@ TOOLS: list[Any] = [
     {"type": "function", "name": "get_weather", "description": "Weather", "parameters": WEATHER, "strict": True},
     {"type": "function", "name": "now"},
 ]
+SPACE: dict[str, Any] = {"type": "namespace", "name": "mcp__clock", "description": "A clock.", "tools": TOOLS[1:]}
 ASKED: dict[str, Any] = {"model": "tiny", "input": "What is the weather?", "max_output_tokens": 60}
 
 
@@ -126,6 +127,43 @@ def test_calls_are_items_and_go_back_with_their_outputs(client: openai.OpenAI, c
     assert [tool.name for tool in again.tools if tool.type == "function"] == ["get_weather", "now"]
 
 
+def test_functions_of_a_namespace_are_called_in_it(client: openai.OpenAI) -> None:
+    asked = ASKED | {"tools": [SPACE], "tool_choice": "required", "parallel_tool_calls": False}
+    response = client.responses.create(**asked)
+    events = list(client.responses.create(stream=True, **asked))
+    [call] = [item for item in response.output if item.type == "function_call"]
+    [done] = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done.type == "function_call"
+    assert [(each.namespace, each.name) for each in (call, done)] == [("mcp__clock", "now")] * 2
+    assert [tool.type for tool in response.tools] == ["namespace"]
+    items: Any = [{"role": "user", "content": "Hello"}, call]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
+    again = client.responses.create(model="tiny", input=[*items, output], tools=asked["tools"], max_output_tokens=4)
+    assert again.usage is not None
+
+
+def test_the_model_sees_a_namespace_in_names_and_its_description_at_the_first_function() -> None:
+    called = {"type": "function_call", "namespace": "mcp__clock", "name": "now", "arguments": "{}", "call_id": "1"}
+    functions = [{"type": "function", "name": name, "description": name.upper()} for name in ("now", "x" * 64)]
+    body = {"model": "m", "input": [called], "tools": [SPACE | {"tools": functions}]}
+    chat = ResponsesRequest.model_validate(body).chat
+    assert [(tool.function.name, tool.function.description) for tool in chat.tools] == [
+        *(("mcp__clock__now", "A clock.\n\nNOW"), (f"mcp__clock__{'x' * 64}", "X" * 64)),
+    ]
+    assert chat.messages[0].tool_calls[0].function.name == "mcp__clock__now"
+
+
+def test_a_web_search_is_left_out_and_named_in_the_header(client: openai.OpenAI) -> None:
+    search: Any = {"type": "web_search", "external_web_access": False, "user_location": {"type": "approximate"}}
+    raw = client.responses.with_raw_response.create(**ASKED, tools=[search, *TOOLS])
+    response, without = raw.parse(), client.responses.create(**ASKED, tools=TOOLS)
+    assert raw.headers["x-ignored-parameters"] == "tools.web_search"
+    assert response.tools == without.tools
+    assert response.usage is not None
+    assert without.usage is not None
+    assert response.usage.input_tokens == without.usage.input_tokens
+
+
 def test_a_format_that_is_null_is_free_text(server: Any) -> None:
     asked = {"model": "tiny", "input": "Hello", "max_output_tokens": 4, "reasoning": {"effort": "max"}}
     status, answer = server.post("/v1/responses", asked | {"text": {"format": None, "verbosity": "low"}})
@@ -152,7 +190,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages is not supported: use input"),
     ({"response_format": {"type": "text"}}, "response_format is not supported: use text.format"),
     ({"truncation": "auto"}, "truncation is not supported yet"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search', expected function"),
+    ({"tools": [{"type": "mcp"}]}, "'mcp' found using 'type' does not match any of the expected tags: 'function'"),
+    ({"tools": [SPACE | {"tools": [{"type": "custom", "name": "f"}]}]}, "tools[0].tools[0].type is 'custom'"),
+    ({"tools": [SPACE, {"type": "function", "name": "mcp__clock__now"}]}, "mcp__clock__now is there more than once"),
+    ({"tools": [SPACE | {"tools": TOOLS[1:] * 65}] * 2}, "tools has 130 functions, expected at most 128"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice is only allowed beside tools"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "have the client set store to false"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -177,7 +220,10 @@ def test_what_is_not_supported_is_refused_by_name(server: Any, fields: dict[str,
 
 
 BAD_SCHEMA = {"type": "object", "properties": 3}
-BAD_CALL = [{"role": "user", "content": "go"}, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]
+BAD_CALL = [
+    {"role": "user", "content": "go"},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{]"},
+]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: Annotated[str, Field(description="JSON, as the model wrote it")]
 
 
@@ -125,6 +126,43 @@ class FunctionTool(Part):
     def as_chat(self) -> Tool:
         given = self.model_dump(include=self.model_fields_set - {"type"})
         return Tool(type="function", function=Function(**given))
+
+
+class NamespaceTool(Part):
+    """Functions under a common name, as Codex sends those of MCP servers. Templates know no namespaces."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Annotated[str | None, Field(description="stands before that of the first function")] = None
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+    def as_chat(self) -> list[Tool]:
+        tools = [tool.as_chat() for tool in self.tools]
+        for tool in tools:  # not validated again: OpenAI bounds the names alone
+            tool.function.name = joined_name(self.name, tool.function.name)
+        if self.description is not None:
+            first = tools[0].function
+            first.description = "\n\n".join(filter(None, (self.description, first.description)))
+        return tools
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """As the model sees the function, and as vLLM names it."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+class WebSearch(Part):
+    """OpenAI's own search, which Codex offers with every request. The model does not see it.
+
+    It is reported as an ignored parameter.
+    """
+
+    type: Literal["web_search"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_unknown(cls, content: Any) -> Any:
+        return {"type": "web_search", "web_search": True} if isinstance(content, dict) else content
 
 
 class NamedFunction(Part):
@@ -229,7 +267,10 @@ class ResponsesRequest(GenerationRequest):
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: Annotated[str | None, Field(description="the system's message, before the input")] = None
     max_output_tokens: TokenCount | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tools: Annotated[
+        list[Annotated[FunctionTool | NamespaceTool | WebSearch, Field(discriminator="type")]],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+    ] = []
     tool_choice: FunctionChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
@@ -270,7 +311,7 @@ class ResponsesRequest(GenerationRequest):
             **given,
             messages=_messages(self.instructions, self.input),
             max_completion_tokens=self.max_output_tokens,
-            tools=[tool.as_chat() for tool in self.tools],
+            tools=self._functions(),
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort,
@@ -278,6 +319,23 @@ class ResponsesRequest(GenerationRequest):
             top_logprobs=self.top_logprobs,
             chat_template_kwargs=self.chat_template_kwargs,
         )
+
+    def _functions(self) -> list[Tool]:
+        functions: list[Tool] = []
+        for tool in self.tools:
+            if isinstance(tool, FunctionTool):
+                functions.append(tool.as_chat())
+            elif isinstance(tool, NamespaceTool):
+                functions += tool.as_chat()
+        if len(functions) > MAX_TOOLS:
+            raise invalid(f"tools has {len(functions)} functions, expected at most {MAX_TOOLS}", param="tools")
+        return functions
+
+    @cached_property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Namespace and name of the functions that have one, by the name that the model sees."""
+        spaces = [tool for tool in self.tools if isinstance(tool, NamespaceTool)]
+        return {joined_name(space.name, tool.name): (space.name, tool.name) for space in spaces for tool in space.tools}
 
 
 def _messages(instructions: str | None, given: str | Sequence[InputItem]) -> list[Message]:
@@ -306,7 +364,8 @@ def _add_of_assistant(messages: list[Message], item: InputMessage | InputReasoni
     """One message has the reasoning, the text after it and the calls, as chats have them."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if isinstance(item, FunctionCall):
-        call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+        name = joined_name(item.namespace, item.name)
+        call = ToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments))
         if last is not None:
             last.tool_calls.append(call)
         else:
@@ -361,6 +420,7 @@ class OutputCall(BaseModel):
     status: ItemStatus = "in_progress"
     call_id: str
     name: str
+    namespace: Annotated[str | None, Field(description="of the tool that has the function, if it has one")] = None
     arguments: Annotated[str, Field(description="JSON, as the model wrote it")] = ""
 
 
