@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from pydantic import BaseModel, Field
 
+from llmservice_server.http.protocol.chat import ToolCall
 from llmservice_server.text.json_calls import HERMES
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
@@ -205,6 +206,39 @@ def test_calls_and_their_answers_go_back_into_the_conversation(client: openai.Op
     assert first.usage is not None
     assert second.usage is not None
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_a_call_that_max_tokens_cuts_off_goes_back_into_the_conversation(client: openai.OpenAI) -> None:
+    """Agents keep it with the error of their own parser, and would be refused from then on."""
+    text = {"type": "object", "properties": {"text": {"type": "string", "minLength": 900}}, "required": ["text"]}
+    tools: Any = [{"type": "function", "function": {"name": "say", "parameters": text}}]
+    first = client.chat.completions.create(tools=tools, tool_choice="required", **CHAT | {"max_tokens": 80})
+    said = first.choices[0].message
+    assert first.choices[0].finish_reason == "length"
+    [call] = said.tool_calls or []
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.function.arguments)
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "the arguments are no JSON"}
+    turns = [*MESSAGES, said.model_dump(exclude_none=True), answer]
+    second = client.chat.completions.create(tools=tools, **CHAT | {"messages": turns, "max_tokens": 5})
+    assert second.usage is not None
+
+
+def test_arguments_that_are_cut_off_count_as_far_as_they_go() -> None:
+    def given(arguments: str) -> Any:
+        call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+        return ToolCall.model_validate(call).as_template_input()["function"]["arguments"]
+
+    written = '{"a" : "\u00e9\\u00e9\\ud83d\\ude00x\\n", "b": [1, -2.5e+3, true, null, {"c": {}}]}'
+    whole = json.loads(written)
+    for end in range(1, len(written)):
+        begun = given(written[:end])
+        assert begun.keys() <= whole.keys()
+        assert whole["a"].startswith(begun.get("a", ""))
+    assert (given(""), given("{"), given(written[:-4]), given(written)) == ({}, {}, whole, whole)
+    for wrong in ("[1", '"a', "{]", "{'a", '{"a": 1} b', '{"a":' * 300, '{"a": NaN'):
+        with pytest.raises(ValueError, match="the arguments of the call c are no JSON object"):
+            given(wrong)
 
 
 def test_of_all_tools_some_may_be_called(client: openai.OpenAI) -> None:

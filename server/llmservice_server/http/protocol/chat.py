@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import jiter
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -35,12 +36,32 @@ class ToolCall(Part):
     type: Literal["function"] = "function"
 
     def as_template_input(self) -> dict[str, Any]:
-        """Templates expect the arguments as an object; some clients send none as "". Raises ValueError for others."""
+        """Templates expect the arguments as an object; some clients send none as "".
+
+        Arguments that an answer's end has cut off count as far as they go: agents repeat them in each later request.
+        Raises ValueError for others.
+        """
+        written = self.function.arguments or "{}"
+        arguments: dict[str, Any] | None
         try:
-            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+            arguments = msgspec.json.decode(written, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"the arguments of the call {self.id[:64]} are no JSON object: {error}") from error
+            arguments = _begun_object(written)
+            if arguments is None:
+                raise ValueError(f"the arguments of the call {self.id[:64]} are no JSON object: {error}") from error
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def _begun_object(text: str) -> dict[str, Any] | None:
+    """What a JSON object holds whose text ends too early, a begun string included; None: it is wrong otherwise."""
+    content = text.encode()
+    try:
+        jiter.from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        if not str(error).startswith("EOF"):
+            return None
+    begun = jiter.from_json(content, allow_inf_nan=False, partial_mode="trailing-strings")
+    return begun if isinstance(begun, dict) else None
 
 
 class Message(Part):
