@@ -67,7 +67,7 @@ _LENGTHS = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """One sentence for pydantic's `errors` about `body`: about the first field that is wrong."""
-    located = [(_path(error["loc"], body), error) for error in errors]
+    located = [(_path(error["loc"], body), error) for error in map(_of_the_tag, errors)]
     field = located[0][0][:1]
     deepest = max(len(path) for path, _ in located if path[:1] == field)
     # A union gives an error for each of its types. The type that is meant is the one whose error is deepest.
@@ -88,6 +88,22 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
         return invalid(f"{echo(_name(path))} is {given}, expected {', or '.join(map(str, expected))}", param)
     reason = str(error.get("ctx", {}).get("error") or error["msg"])
     return invalid(f"{echo(_name(path))}: {reason[:1].lower()}{reason[1:]}", param)
+
+
+def _of_the_tag(error: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An error about which of several types an object is, as one about the field that says so."""
+    if error["type"] not in ("union_tag_invalid", "union_tag_not_found"):
+        return error
+    context = error["ctx"]
+    loc = (*error["loc"], context["discriminator"].strip("'"))
+    if error["type"] == "union_tag_not_found":
+        return {**error, "type": "missing", "loc": loc}
+    return {
+        "type": "literal_error",
+        "loc": loc,
+        "input": context["tag"],
+        "ctx": {"expected": context["expected_tags"]},
+    }
 
 
 def echo(text: object) -> str:
