@@ -413,6 +413,25 @@ def test_layers_that_gptqmodel_quantises_differently(tmp_path: Path, code: Imple
     assert relative_error(logits(ours), expected) < 1e-3
 
 
+@pytest.mark.parametrize("family", ["phi3, fused matrices", "glm4"])
+def test_gate_and_up_that_gptqmodel_stores_apart(tmp_path: Path, family: str) -> None:
+    """Which are one matrix in transformers' model."""
+    folder, expected = (tmp_path / name for name in ("apart", "together"))
+    for each in (folder, expected):
+        write_family(each, family, FORMATS["gptq"])
+    stored = load_file(folder / "model.safetensors")
+    for name in [each for each in stored if ".gate_up_proj." in each]:
+        tensor = stored.pop(name)
+        halves = [tensor, tensor] if name.endswith("g_idx") else tensor.chunk(2, dim=1)
+        for part, half in zip(("gate_proj", "up_proj"), halves, strict=True):
+            stored[name.replace("gate_up_proj", part)] = half.clone()
+    save_file(stored, folder / "model.safetensors")
+    ours, model = (loaded(each, "stored", code="transformers") for each in (folder, expected))
+    assert torch.equal(logits(ours), logits(model))
+    planned = ModelShape.from_folder(folder).weights_bytes("float32", "stored")
+    assert ours.weight_bytes == model.weight_bytes == pytest.approx(planned, rel=0.01)
+
+
 @both_codes
 @pytest.mark.parametrize("storage", [torch.int8, torch.float16, torch.bfloat16, torch.float32])
 def test_nf4_may_be_stored_as_another_dtype(tmp_path: Path, code: Implementation, storage: torch.dtype) -> None:

@@ -181,11 +181,10 @@ class Checkpoint:
         places = {} if model is None else _places(model, stored, replaced)
         matrices = _Matrices(config.quantization, stored, TensorReader())
 
-        def is_stored(modules: Sequence[str]) -> bool:
-            return places.keys() >= {*map(place_of, modules)}
-
         def quantized_of(modules: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-            parts = [matrices.at(places[place_of(each)]) for each in modules] if is_stored(modules) else []
+            modules = _as_stored(modules, places)
+            is_stored = places.keys() >= {*map(place_of, modules)}
+            parts = [matrices.at(places[place_of(each)]) for each in modules] if is_stored else []
             if not parts and (form.quantization != "int8" or not is_linear(modules[0], len(weight))):
                 return None  # it stays as it is
             expected = len(weight) // len(modules), weight.shape[1]
@@ -207,7 +206,7 @@ class Checkpoint:
         """A quantised checkpoint's tensors: those that will be replaced without memory, other matrices dense."""
         found, taken = {}, set[str]()
         for name, shape, modules in replaced:
-            places_of = [place_of(module) for parts in modules for module in parts]
+            places_of = [place_of(module) for parts in modules for module in _as_stored(parts, places)]
             if places.keys() >= {*places_of}:
                 found[name] = torch.empty((), dtype=dtype).expand(shape)
                 taken.update(places_of)
@@ -369,6 +368,13 @@ def _places(model: torch.nn.Module, stored: Iterable[str], replaced: Sequence[Re
         else:
             places[place_of(name)] = _Place(name)
     return places
+
+
+def _as_stored(modules: Sequence[str], places: Mapping[str, _Place]) -> Sequence[str]:
+    """The parts of transformers' `gate_up_proj` (Phi-3, GLM) where these are stored, as GPTQModel writes them."""
+    name, _, last = modules[0].rpartition(".")
+    parts = [f"{name}.gate_proj", f"{name}.up_proj"]
+    return parts if last == "gate_up_proj" and places.keys() >= {*map(place_of, parts)} else modules
 
 
 @dataclass(frozen=True, slots=True)

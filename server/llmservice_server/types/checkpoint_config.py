@@ -128,8 +128,8 @@ class CheckpointConfig(_EndTokens):
     @classmethod
     def _split_rope_parameters(cls, content: Any) -> Any:
         rope = content.get("rope_parameters") if isinstance(content, dict) else None
-        if not isinstance(rope, dict) or set(rope) != {"full_attention", "sliding_attention"}:
-            return content
+        if not isinstance(rope, dict) or not rope.keys() >= {"full_attention", "sliding_attention"}:
+            return content  # GPTQModel adds others beside these two, which transformers does not read
         full, local = rope["full_attention"], rope["sliding_attention"]
         return {**content, "rope_parameters": full, "local_rope_parameters": local}
 

@@ -112,7 +112,11 @@ BOTH_KINDS = {
 
 @pytest.mark.parametrize(
     ("model_type", "parameters"),
-    [("qwen3", {"rope_type": "default", "rope_theta": 1e6}), ("gemma3_text", BOTH_KINDS)],
+    [
+        ("qwen3", {"rope_type": "default", "rope_theta": 1e6}),
+        ("gemma3_text", BOTH_KINDS),
+        ("gemma3_text", BOTH_KINDS | {"rope_type": "default", "rope_theta": {"global": 1e6, "local": 1e4}}),
+    ],
 )
 def test_rope_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(
     tmp_path: Path, model_type: str, parameters: dict[str, Any]
