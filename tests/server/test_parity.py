@@ -193,6 +193,7 @@ def test_the_planner_predicts_weights_blocks_and_slots(case: Case) -> None:
     assert started.memory_bytes["adapters"] == slots.total_bytes
     assert started.memory_bytes["weights"] == pytest.approx(predicted.weights_bytes, rel=0.01)
     assert started.kv_cache.num_blocks == pytest.approx(predicted.num_blocks, rel=0.03)
+    assert started.kv_cache.groups.windows == shape.block_groups(16, 1).windows
 
 
 def _errors(ours: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

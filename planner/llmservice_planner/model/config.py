@@ -18,7 +18,14 @@ from llmservice_planner.model.encoders import (
     is_encoder,
     without_config,
 )
-from llmservice_planner.model.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family, find_family
+from llmservice_planner.model.families import (
+    FAMILIES,
+    UNKNOWN_EXPERT_KEYS,
+    UNKNOWN_KEYS,
+    UNKNOWN_WITH_WINDOWS,
+    Family,
+    find_family,
+)
 from llmservice_planner.model.quantization import QuantizationError
 from llmservice_planner.model.quantization_config import SIDECAR, read_quantization, with_sidecar
 
@@ -230,7 +237,9 @@ def max_seq_length(config: Mapping[str, Any]) -> int | None:
 def _family(model_type: object) -> Family:
     if not isinstance(model_type, str):
         raise ShapeError(f"config.json: model_type is {model_type!r}, expected one of {_known()}")
-    return find_family(model_type) or Family(model_type, {}, sliding="listed")
+    return find_family(model_type) or Family(
+        model_type, {}, sliding="all" if model_type in UNKNOWN_WITH_WINDOWS else "listed"
+    )
 
 
 def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

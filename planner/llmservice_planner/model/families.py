@@ -30,7 +30,7 @@ class Family:
     sliding: SlidingRule = "none"
     """The sliding-window layers without `layer_types`: `even` 0, 2, 4…; `pattern` all but every n-th (Gemma 3);
     `first` every other one before `max_window_layers` (Qwen2-MoE), `last` those from it on (Qwen); `listed` none
-    (families that are not known)."""
+    (most families that are not known)."""
     router_bias: bool = False
     """A bias of the router, or a correction of its scores (DeepSeek-V3), for each expert."""
     normalizes_experts: bool = False
@@ -244,6 +244,8 @@ _ALL = (
     ),
 )
 
+UNKNOWN_WITH_WINDOWS = frozenset({"ministral3", "phimoe", "starcoder2"})
+"""Families that are not listed, with a window in all layers if config.json names one."""
 UNKNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),

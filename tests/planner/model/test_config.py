@@ -54,6 +54,7 @@ def test_a_config_without_dtype_means_float32(config_of: ConfigOf) -> None:
         ("qwen1.5-moe-a2.7b", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 21}, 64, 11),
         ("qwen3-30b-a3b", {"use_sliding_window": True, "sliding_window": 64}, 64, 48),
         ("llama-3-8b", {"sliding_window": 4096}, None, 0),  # not a thing in this family
+        ("mistral-7b", {"model_type": "ministral3"}, 4096, 32),
     ],
 )
 def test_sliding_layers(
