@@ -88,11 +88,12 @@ class ModelReader:
             raise
         sizes = await self._hub_weights(location)
         weights_file_bytes = sum(sizes.values()) or None
-        if shape.wants_headers or not names_dtype(config):
+        wants_headers = shape.wants_headers(config)
+        if wants_headers or not names_dtype(config):
             tensors = await self._hub_tensors(location, sizes)
             if not names_dtype(config):
                 shape = replace(shape, dtype=stored_dtype(tensors.values()))
-            if shape.wants_headers:
+            if wants_headers:
                 shape = shape.counted(config, tensors)
         if shape.why_not_counted and (weights_file_bytes is None or shape.quantization):
             return Figures("pod")

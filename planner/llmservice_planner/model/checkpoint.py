@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import ne
 from pathlib import Path
 
 from llmservice_planner.model.config import ShapeError
@@ -18,6 +19,7 @@ from llmservice_planner.model.config import ShapeError
 INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 LENGTH_BYTES = 8
 """Of a file's start, which `header_length` reads."""
+_CHUNK_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OTHERS = ("*.gguf", "*.onnx", "onnx/*.onnx")
@@ -33,6 +35,8 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    begin: int = field(default=0, compare=False)
+    """After the header."""
 
     @property
     def elements(self) -> int:
@@ -59,6 +63,26 @@ def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """What the headers in `folder` say of its tensors. Raises `ShapeError` as `weights_bytes` does."""
     return {name: tensor for shard in weight_files(folder) for name, tensor in _read_header(shard).items()}
+
+
+def has_other_head(folder: Path) -> bool:
+    """Whether the files have a head of the embedding's shape and with other numbers: some fine-tunes train it."""
+    stored = [(shard, name, tensor) for shard in weight_files(folder) for name, tensor in _read_header(shard).items()]
+    head, embedding = (
+        next(((shard, tensor) for shard, name, tensor in stored if name.endswith(part)), None)
+        for part in ("lm_head.weight", "embed_tokens.weight")
+    )
+    if head is None or embedding is None or head[1].shape != embedding[1].shape:
+        return False
+    return any(map(ne, _chunks(*head), _chunks(*embedding)))
+
+
+def _chunks(shard: Path, tensor: StoredTensor) -> Iterator[bytes]:
+    """A tensor's numbers."""
+    with shard.open("rb") as file:
+        file.seek(LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little") + tensor.begin)
+        for first in range(0, tensor.nbytes, _CHUNK_BYTES):
+            yield file.read(min(_CHUNK_BYTES, tensor.nbytes - first))
 
 
 def stored_dtype(tensors: Iterable[StoredTensor]) -> str:
@@ -88,6 +112,7 @@ def parse_header(where: str, text: bytes, length: int) -> dict[str, StoredTensor
                 str(tensor["dtype"]),
                 tuple(_size(size) for size in tensor["shape"]),
                 int(tensor["data_offsets"][1]) - int(tensor["data_offsets"][0]),
+                int(tensor["data_offsets"][0]),
             )
             for name, tensor in json.loads(text).items()
             if name != "__metadata__"

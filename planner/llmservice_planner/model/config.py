@@ -150,7 +150,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     family = _family(model_type)
     if family.name not in FAMILIES:
         text = _unknown(config, text)
-    values = _Values({**_inherited(config), **text}, family.defaults)
+    values = _Values({**text, **_inherited(config)}, family.defaults)
     heads = values.positive("num_attention_heads")
     hidden_size = values.positive("hidden_size")
     layers = values.positive("num_hidden_layers")
@@ -296,8 +296,9 @@ def _known() -> str:
 
 
 def _inherited(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a multimodal config's top level that also apply to its text model."""
-    return {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in config}
+    """Keys of a multimodal config's top level that hold for its text model, whatever that one's say."""
+    keys = ("dtype", "torch_dtype", "tie_word_embeddings")
+    return {key: config[key] for key in keys if config.get(key) is not None}
 
 
 def _dtype(value: object) -> str:

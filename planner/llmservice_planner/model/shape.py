@@ -12,6 +12,7 @@ from typing import Any
 from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_planner.model.checkpoint import (
     StoredTensor,
+    has_other_head,
     read_tensors,
     refuse_other_formats,
     refuse_quantized,
@@ -99,7 +100,11 @@ class ModelShape(Dimensions):
         if not names_dtype(config):
             config["dtype"] = stored_dtype(read_tensors(folder).values())
         shape = cls.from_config(config)
-        return shape.counted(config, read_tensors(folder)) if shape.wants_headers else shape
+        if not shape.wants_headers(config):
+            return shape
+        if shape.tie_word_embeddings and has_other_head(folder):
+            shape = replace(shape, tie_word_embeddings=False)
+        return shape.counted(config, read_tensors(folder))
 
     def counted(self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> ModelShape:
         """With the weights of a checkpoint, which transformers' code holds, instead of those of a known layout.
@@ -165,16 +170,17 @@ class ModelShape(Dimensions):
             return f"the layout of {self.architecture} is not known"
         return None
 
-    @property
-    def wants_headers(self) -> bool:
-        """Whether its files' headers say best how large the weights are.
+    def wants_headers(self, config: Mapping[str, Any]) -> bool:
+        """Whether its files' headers say best how large the weights are. `config`: that of which this is the shape.
 
-        Transformers' code holds them, or they are quantised, of which checkpoints leave some layers out.
+        Transformers' code holds them, or they are quantised, of which checkpoints leave some layers out, or the files
+        may have more: what is for images or sound, or a copy of the embedding as the head.
         """
         if self.is_encoder or self.counts is not None:
             return False
-        form = None if self.quantization is None else WeightFormat.parse(self.quantization)
-        return not self._is_own or (form is not None and not form.is_for_experts)
+        if self.quantization is not None and self._is_own:
+            return not WeightFormat.parse(self.quantization).is_for_experts
+        return not self._is_own or self.tie_word_embeddings or "text_config" in config or "vision_config" in config
 
     @property
     def _is_own(self) -> bool:

@@ -57,7 +57,7 @@ def _figures(source: Source) -> CheckpointFigures:
     if is_encoder(config):
         config |= {name: request(_read_json, source, name) for name in (*SENTENCES, TOKENIZER) if name in names}
     weights = weight_names(needed(names))
-    wants_headers = ModelShape.from_config(config).wants_headers
+    wants_headers = ModelShape.from_config(config).wants_headers(config)
     if wants_headers or not names_dtype(config):
         files = request(source.describe, weights)
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:

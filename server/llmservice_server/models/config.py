@@ -87,7 +87,6 @@ class ModelConfig:
     quantization: QuantizationConfig | None = None
     experts: ExpertsConfig | None = None
     has_sinks: bool = False
-    is_packed: bool = False  # the checkpoint's matrices, or some of them, are smaller than dense ones
     has_head: bool = True  # the checkpoint has one, or ties it; without one it only embeds
     is_part: bool = False  # of a model with images or sound, of which only the language model is served
     is_gemma: bool = False  # activation, embedding and norms are Gemma's
@@ -168,7 +167,6 @@ class ModelConfig:
             quantization=quantization_of(raw),
             experts=ExpertsConfig.of(family, keys),
             has_sinks=family.has_sinks,
-            is_packed=bool(raw.get("quantization_config") or raw.get("compression_config")),
             is_part=is_part,
             is_gemma=is_gemma,
             softcap=keys.attn_logit_softcapping,

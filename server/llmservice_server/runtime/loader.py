@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from llmservice_planner.model.checkpoint import StoredTensor, read_tensors, stored_dtype
+from llmservice_planner.model.checkpoint import StoredTensor, has_other_head, read_tensors, stored_dtype
 from llmservice_planner.model.encoders import CLASSIFIER, ENCODERS
 from llmservice_planner.model.families import FAMILIES
 from llmservice_planner.model.quantization import (
@@ -100,7 +100,7 @@ class Checkpoint:
         if without_head and not config.tied_embeddings and _is_for_embeddings(folder, raw):
             config = replace(config, tied_embeddings=True, has_head=False)
         tensors = tuple((name, each) for each in stored if (name := _name_in_language_model(config, each.name)))
-        if config.tied_embeddings and config.has_head and _has_other_head(dict(tensors)):
+        if config.tied_embeddings and config.has_head and has_other_head(folder):
             _LOG.warning(
                 "config.json ties the output head to the embedding (tie_word_embeddings), but the files have a "
                 "lm_head.weight that differs from it: it is used, as transformers does"
@@ -127,16 +127,15 @@ class Checkpoint:
         return sum(shard.stat().st_size for shard in self.shards)
 
     def held_bytes(self, dtype: torch.dtype, quantization: Quantization, *, on_cpu: bool) -> int:
-        """The weights in memory, predicted; those of our own models that stay dense are as large as their files.
+        """The weights in memory, predicted.
 
         Raises `ModelLoadError` for a file whose header is broken.
         """
         config, name = self.config, str(dtype).removeprefix("torch.")
         with _shape_errors():
             if isinstance(config, ModelConfig):
-                if quantization != "int8" and not config.is_packed:
-                    return self.weight_file_bytes
-                return ModelShape.from_folder(self.folder).weights_bytes(name, quantization, on_cpu=on_cpu)
+                shape = ModelShape.from_folder(self.folder, {"tie_word_embeddings": config.tied_embeddings})
+                return shape.weights_bytes(name, quantization, on_cpu=on_cpu)
             counts = WeightCounts.of(
                 self._headers(),
                 config.quantization,
@@ -434,15 +433,6 @@ def _name_in_language_model(config: ModelConfig | TransformersConfig, stored: st
         name = LANGUAGE_MODEL.sub("", stored).replace("encoder.layers.", "layers.")  # Qianfan-OCR
         return name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
     return stored if stored.startswith(_OWN_NAMES) else None
-
-
-def _has_other_head(tensors: Mapping[str, Stored]) -> bool:
-    """Whether the files have a head of the embedding's shape and with other numbers: some fine-tunes train it."""
-    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if head is None or embedding is None or head.shape != embedding.shape:
-        return False
-    reader = TensorReader()
-    return not torch.equal(reader.tensor(head), reader.tensor(embedding))
 
 
 @contextmanager

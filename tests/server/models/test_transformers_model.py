@@ -10,7 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from llmservice_planner.commands.capacity import weights_of
 from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.model.source import read_model
+from llmservice_planner.sizing.gpu import cpu_device
+from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
@@ -348,6 +352,10 @@ def check_text(folder: Path, model: Any) -> None:
     names = model.config.model_type, model.config.text_config.model_type
     by_transformers = any(each in name for each in ("glm", "gemma4", "kimi", "mistral4") for name in names)
     assert started.model_code == ("transformers" if by_transformers else "own")
+    figures = read_model(str(folder))
+    weights = weights_of(figures, "float32", "auto")
+    request = SizingRequest(shape=figures.shape, device=cpu_device(1 << 30), weights_bytes=weights, dtype="float32")
+    assert started.memory_bytes["weights"] == pytest.approx(plan(request).weights_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl", "gemma4"])

@@ -62,7 +62,14 @@ def test_a_head_that_differs_from_the_embedding_is_used_although_config_ties_it(
     caplog.clear()
     assert torch.equal(states(folder), expected)
     assert ("lm_head.weight that differs" in caplog.text) is differs
-    assert Checkpoint.open(folder).config.tied_embeddings is not differs
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.config.tied_embeddings is not differs
+    shape = ModelShape.from_folder(folder)
+    assert shape.tie_word_embeddings is not differs
+    held = checkpoint.load(torch.float32, CPU).weight_bytes
+    assert (
+        held == checkpoint.held_bytes(torch.float32, "auto", on_cpu=True) == shape.weights_bytes("float32", on_cpu=True)
+    )
 
 
 def set_config(**changes: Any) -> Break:
