@@ -270,11 +270,13 @@ _QWEN3_MOE = FAMILIES["qwen3_moe"]
 _WITH_IMAGES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), FAMILIES["qwen2"]),
     "qwen3_vl_text": FAMILIES["qwen3"],
+    "gemma3": FAMILIES["gemma3_text"],
     "qwen3_vl_moe_text": replace(_QWEN3_MOE, defaults={**_QWEN3_MOE.defaults, "norm_topk_prob": True}),
 }
 """Kinds of language models that are another family for text alone, where a token's three positions are equal.
 
-The first checkpoints of Qwen 2 and 2.5 VL have the language model's keys without a `text_config`."""
+The first checkpoints of Qwen 2 and 2.5 VL, and some of Gemma 3 for text alone, have the language model's keys without
+a `text_config`."""
 
 
 def find_family(model_type: str) -> Family | None:

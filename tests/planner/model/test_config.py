@@ -162,6 +162,7 @@ def test_a_multimodal_config_is_sized_by_its_text_model(config_of: ConfigOf) -> 
     text = {key: value for key, value in config_of("gemma-3-1b").items() if key != "dtype"}
     nested = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
     assert ModelShape.from_config(nested) == ModelShape.from_config(config_of("gemma-3-1b"))
+    assert _shape(config_of("gemma-3-1b"), model_type="gemma3") == ModelShape.from_config(config_of("gemma-3-1b"))
 
 
 def test_a_quantised_checkpoint_is_recognised(config_of: ConfigOf) -> None:

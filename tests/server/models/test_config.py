@@ -127,3 +127,9 @@ def test_the_page_about_models_names_every_architecture() -> None:
 def test_a_model_of_another_kind_is_not_of_our_own_whatever_it_names(kind: str | None, expected: bool) -> None:
     """transformers saves EXAONE as a LlamaForCausalLM, with tensors of other names."""
     assert is_own({"architectures": ["LlamaForCausalLM"], "model_type": kind}) == expected
+
+
+def test_gemma_3_for_text_alone_may_name_the_kind_of_the_whole_model() -> None:
+    config = {"architectures": ["Gemma3ForCausalLM"], **SHAPE, "model_type": "gemma3"}
+    assert is_own(config)
+    assert ModelConfig.from_dict(config) == parse("Gemma3", model_type="gemma3_text")
