@@ -25,7 +25,7 @@ from llmservice_planner.model.checkpoint import (
 )
 from llmservice_planner.model.config import names_dtype, patched
 from llmservice_planner.model.encoders import SENTENCES, TOKENIZER, is_encoder
-from llmservice_planner.model.quantization_config import SIDECAR, with_sidecar
+from llmservice_planner.model.quantization_config import SIDECARS, with_sidecars
 from llmservice_planner.model.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
 
 DEFAULT_HUB = "https://huggingface.co"
@@ -115,13 +115,17 @@ class ModelReader:
             raise ModelSourceError("ModelUnreachable", f"{url} answers {status}", lasting=False)
         config = _json_object(text, url)
         if not config.get("quantization_config"):
-            config = with_sidecar(config, await self._hub_object(location, SIDECAR))
+            config = with_sidecars(config, await self._hub_objects(location, SIDECARS))
         names = [*SENTENCES, TOKENIZER] if is_encoder(config) else []
+        return config | await self._hub_objects(location, names)
+
+    async def _hub_objects(self, location: ModelLocation, names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
+        """By name; None: the repository has no such file."""
+        names = [*names]
         found = await asyncio.gather(*(self._hub_object(location, name) for name in names))
-        return config | dict(zip(names, found, strict=True))
+        return dict(zip(names, found, strict=True))
 
     async def _hub_object(self, location: ModelLocation, name: str) -> dict[str, Any] | None:
-        """Of a file that not every repository has."""
         url = self._file_url(location, name)
         status, text = await self._get(url)
         if status not in {200, 404}:  # what is read now is kept

@@ -65,6 +65,13 @@ def models(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
+APART = {
+    "modelopt": {"hf_quant_config": {"producer": {}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}},
+    "gptq": {"quantize_config": {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}},
+}
+"""By repository, what is said of its weights in a file of its own."""
+
+
 async def sentences(_: web.Request) -> web.Response:
     return web.json_response({"max_seq_length": 256})
 
@@ -83,13 +90,14 @@ async def hub() -> AsyncIterator[str]:
             return web.Response(text="{")
         if name in OTHERS:
             return web.json_response(OTHERS[name])
-        known = name in {"good", "gated", "modelopt", "failing"}
+        known = name in {"good", "gated", "failing", *APART}
         return web.json_response(CONFIG) if known else web.Response(status=404)
 
     async def sidecar(request: web.Request) -> web.Response:
-        if request.match_info["name"] != "modelopt":
-            return web.Response(status=503 if request.match_info["name"] == "failing" else 404)
-        return web.json_response({"producer": {}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}})
+        name, file = request.match_info["name"], request.match_info["file"]
+        if (found := APART.get(name, {}).get(file)) is not None:
+            return web.json_response(found)
+        return web.Response(status=503 if (name, file) == ("failing", "hf_quant_config") else 404)
 
     async def listing(request: web.Request) -> web.Response:
         siblings = [{"rfilename": name, "size": size} for name, size in FILES.items()]
@@ -111,7 +119,7 @@ async def hub() -> AsyncIterator[str]:
     app.router.add_get("/org/{name}/resolve/{revision}/config.json", answer)
     app.router.add_get("/api/models/org/good/revision/{revision}", listing)
     app.router.add_get("/org/encoder/resolve/{revision}/sentence_bert_config.json", sentences)
-    app.router.add_get("/org/{name}/resolve/{revision}/hf_quant_config.json", sidecar)
+    app.router.add_get("/org/{name}/resolve/{revision}/{file:.*quant.*_config}.json", sidecar)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -139,11 +147,12 @@ async def test_a_local_folder_is_read(models: Path, hub: str) -> None:
     assert (model.shape.layers, model.shape.kv_heads) == (2, 2)
 
 
-async def test_a_hub_model_whose_quantisation_is_described_apart(hub: str) -> None:
-    model = await read({"uri": "hf://org/modelopt@main"}, hub)
+@pytest.mark.parametrize(("name", "form"), [("modelopt", "modelopt/float4/1x16"), ("gptq", "gptq/int4/1x128")])
+async def test_a_hub_model_whose_quantisation_is_described_apart(hub: str, name: str, form: str) -> None:
+    model = await read({"uri": f"hf://org/{name}@main"}, hub)
 
     assert model.shape is not None
-    assert model.shape.quantization == "modelopt/float4/1x16"
+    assert model.shape.quantization == form
     with pytest.raises(ModelSourceError, match=r"hf_quant_config.json answers 503"):  # not for good as unquantised
         await read({"uri": "hf://org/failing@main"}, hub)
 

@@ -357,6 +357,32 @@ def test_floats_of_8_bits_are_read_as_others_publish_them(
 
 
 @both_codes
+@pytest.mark.parametrize(
+    ("form", "name", "method"),
+    [
+        ("gptq, reordered", "quantize_config.json", {"bits": 4, "group_size": 64, "desc_act": True, "sym": True}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}),
+    ],
+)
+def test_a_file_beside_config_json_may_say_how_a_checkpoint_is_quantised(
+    tmp_path: Path, code: Implementation, form: str, name: str, method: dict[str, Any]
+) -> None:
+    """As AutoGPTQ and AutoAWQ wrote it first."""
+    folder, _ = write_both(tmp_path, FORMATS[form])
+    config = folder / "config.json"
+
+    def figures() -> tuple[torch.Tensor, int]:
+        model = Checkpoint.open(folder, code).load(torch.float32, CPU, "stored")
+        return logits(model), ModelShape.from_folder(folder).weights_bytes("float32", "stored")
+
+    expected, size = figures()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": None}))
+    (folder / name).write_text(json.dumps(method))
+    assert torch.equal(figures()[0], expected)
+    assert figures()[1] == size
+
+
+@both_codes
 def test_layers_that_model_optimizer_quantises_differently(tmp_path: Path, code: Implementation) -> None:
     stored, exact, layers = {}, {}, {}
     for name, tensor in dense_tensors().items():

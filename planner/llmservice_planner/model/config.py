@@ -27,7 +27,7 @@ from llmservice_planner.model.families import (
     find_family,
 )
 from llmservice_planner.model.quantization import QuantizationError
-from llmservice_planner.model.quantization_config import SIDECAR, read_quantization, with_sidecar
+from llmservice_planner.model.quantization_config import SIDECARS, read_quantization, with_sidecars
 
 MOST_LAYERS = 1024
 """As of `spec.model.shape`."""
@@ -105,8 +105,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     if not (folder / "config.json").exists() and (folder / MODULES).is_file():
         raise ShapeError(without_config(str(folder), read_modules(folder)))
-    sidecar = folder / SIDECAR
-    config = with_sidecar(_read_object(folder / "config.json"), _read_object(sidecar) if sidecar.is_file() else None)
+    sidecars = {name: _read_object(folder / name) for name in SIDECARS if (folder / name).is_file()}
+    config = with_sidecars(_read_object(folder / "config.json"), sidecars)
     lengths = [folder / name for name in (*SENTENCES, TOKENIZER)] if is_encoder(config) else []
     return config | {path.name: _read_object(path) for path in lengths if path.is_file()}
 

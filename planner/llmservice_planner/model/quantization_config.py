@@ -21,7 +21,8 @@ SUPPORTED = (
     "gptq (4 or 8 bits), awq (4 bits, gemm), auto-round (as gptq, awq, fp8, mxfp8, mxfp4, NVFP4), "
     "modelopt (fp8, mxfp8, NVFP4), bitsandbytes (8-bit integers, NF4, FP4), mxfp4 (the experts of gpt-oss)"
 )
-SIDECAR = "hf_quant_config.json"
+SIDECARS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of their own in which older checkpoints say how they are quantised, with the method."""
 _BEFORE_LAYERS = re.compile(r"^(model\.)?((language|text)_model\.)?(model\.)?")
 """Of a name, which is another one where the language model is loaded alone."""
 _DENSE_BITS = 16
@@ -47,12 +48,14 @@ def read_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
     return parse(raw)
 
 
-def with_sidecar(config: dict[str, Any], sidecar: Mapping[str, Any] | None) -> dict[str, Any]:
-    """config.json, and what older checkpoints of Model Optimizer say of their weights in a file of its own."""
-    quantization = (sidecar or {}).get("quantization")
-    if config.get("quantization_config") or not isinstance(quantization, Mapping):
-        return config
-    return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
+def with_sidecars(config: dict[str, Any], sidecars: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """config.json, and what those of `SIDECARS` that a checkpoint has add to it."""
+    for name, method in SIDECARS.items():
+        found = sidecars.get(name)
+        quantization = (found or {}).get("quantization") if method == "modelopt" else found
+        if isinstance(quantization, Mapping) and not config.get("quantization_config"):
+            return {**config, "quantization_config": {"quant_method": method, **quantization}}
+    return config
 
 
 def _names(raw: Mapping[str, Any], *keys: str) -> tuple[str, ...]:

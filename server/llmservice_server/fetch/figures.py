@@ -17,7 +17,7 @@ from llmservice_planner.model.checkpoint import (
 )
 from llmservice_planner.model.config import names_dtype
 from llmservice_planner.model.encoders import MODULES, SENTENCES, TOKENIZER, is_encoder, without_config
-from llmservice_planner.model.quantization_config import SIDECAR, with_sidecar
+from llmservice_planner.model.quantization_config import SIDECARS, with_sidecars
 from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_planner.model.source import CheckpointFigures
 from llmservice_server.fetch.checkpoint import needed, remote_source
@@ -52,8 +52,8 @@ def _figures(source: Source) -> CheckpointFigures:
     if _CONFIG not in names:
         modules = request(_read, source, MODULES) if MODULES in names else None
         raise FetchError(without_config(source.where, modules))
-    sidecar = request(_read_json, source, SIDECAR) if SIDECAR in names else None
-    config = with_sidecar(request(_read_json, source, _CONFIG), sidecar)
+    sidecars = {name: request(_read_json, source, name) for name in SIDECARS if name in names}
+    config = with_sidecars(request(_read_json, source, _CONFIG), sidecars)
     if is_encoder(config):
         config |= {name: request(_read_json, source, name) for name in (*SENTENCES, TOKENIZER) if name in names}
     weights = weight_names(needed(names))

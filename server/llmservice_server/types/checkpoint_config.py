@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llmservice_planner.model.quantization_config import SIDECAR, with_sidecar
+from llmservice_planner.model.quantization_config import SIDECARS, with_sidecars
 from llmservice_server.types.errors import ModelLoadError
 
 _SHOWN = 80  # characters of a wrong value
@@ -277,9 +277,8 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's config.json. Raises `ModelLoadError` as `read_json_object` does."""
-    sidecar = folder / SIDECAR
-    found = read_json_object(sidecar) if sidecar.is_file() else None
-    return with_sidecar(read_json_object(folder / "config.json"), found)
+    sidecars = {name: read_json_object(folder / name) for name in SIDECARS if (folder / name).is_file()}
+    return with_sidecars(read_json_object(folder / "config.json"), sidecars)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

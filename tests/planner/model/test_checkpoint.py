@@ -101,8 +101,7 @@ def test_weights_in_other_formats_alone_are_refused(tmp_path: Path, file: str, m
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_quantised_matrices_of_which_the_config_says_nothing_are_refused(tmp_path: Path, model_type: str) -> None:
-    """AutoGPTQ's first checkpoints have quantize_config.json alone, which is not read."""
+def test_quantised_matrices_of_which_no_file_says_anything_are_refused(tmp_path: Path, model_type: str) -> None:
     sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "n_positions": 8}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "dtype": "float16", **sizes}))
     name = "model.layers.0.mlp.down_proj.qweight"
