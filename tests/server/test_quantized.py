@@ -35,7 +35,7 @@ from llmservice_planner.model.quantization import QUANTIZATIONS, Quantization, W
 from llmservice_planner.model.quantization_config import read_quantization
 from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.model.weight_counts import WeightCounts
-from llmservice_planner.sizing.gpu import cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import Device, cpu_device, find_gpu
 from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
@@ -188,6 +188,27 @@ def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dt
     predicted = shape.weights_bytes(name, "int8", on_cpu=True)
     predicted += shape.head_bytes(name, "int8", on_cpu=True) if tied else 0
     assert model.weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
+@needs_vnni
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("device", [find_gpu("h100"), cpu_device(1 << 30)], ids=["GPU", "CPU"])
+def test_a_head_with_odd_outputs_is_quantised_on_a_gpu_alone(tmp_path: Path, device: Device, tied: bool) -> None:
+    """Fine-tunes have tokens of their own; a CPU multiplies with 64 outputs at a time."""
+    tensors = dense_tensors()
+    tensors["model.embed_tokens.weight"] = torch.randn(322, 256)
+    tensors["lm_head.weight"] = torch.randn(322, 256)
+    if tied:
+        del tensors["lm_head.weight"]
+    folder = write(tmp_path, tensors, tie_word_embeddings=tied, vocab_size=322)
+    request = SizingRequest(
+        shape=ModelShape.from_folder(folder), device=device, quantization="int8", dtype="float32", max_model_len=64
+    )
+    if request.on_cpu:
+        model = loaded(folder, "int8")
+    else:
+        model = Checkpoint.open(folder).load(torch.float32, CPU, "int8", lambda _: True)
+    assert model.weight_bytes == pytest.approx(plan(request).weights_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("quantization", ["auto", "stored", "dense"])

@@ -191,7 +191,7 @@ def linear_bytes(
 ) -> int:
     """Of a matrix `[out, in]` of a checkpoint in the server's memory; `form`: None, it is not quantised."""
     held = wanted if form is None else form.held_as(wanted, on_cpu=on_cpu, outputs=outputs)
-    if held == "int8":
+    if held == "int8" and not (on_cpu and outputs % CPU_COLUMNS):
         return int8_bytes(outputs * inputs, outputs, on_cpu=on_cpu)
     if held == "stored" and form is not None:
         return form.stored_bytes(outputs, inputs, scale_bytes)

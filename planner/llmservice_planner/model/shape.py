@@ -254,7 +254,7 @@ class ModelShape(Dimensions):
         return total, parameters
 
     def head_bytes(self, dtype: str, quantization: Quantization, *, on_cpu: bool) -> int:
-        width, fits = DTYPE_BYTES[dtype], self.vocab_size % CPU_COLUMNS == 0
+        width, fits = DTYPE_BYTES[dtype], self._is_own or self.vocab_size % CPU_COLUMNS == 0
         wanted: Quantization = "int8" if quantization == "int8" and fits else "dense"
         return linear_bytes(self.vocab_size, self.hidden_size, None, wanted, on_cpu=on_cpu, dtype_bytes=width)
 
