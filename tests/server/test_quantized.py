@@ -781,6 +781,14 @@ def test_the_planner_predicts_what_a_cpu_holds_of_transformers_models(tmp_path: 
     assert measured == pytest.approx(plan(request).weights_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("family", ["olmoe", "qwen3-moe"])
+def test_a_dense_expert_beside_quantised_ones_keeps_no_memory_of_these(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path, family, FORMATS["gptq"], left_out="experts.0.down_proj")
+    model = Checkpoint.open(folder).load(torch.float32, CPU, "stored")
+    dense = [mixture.experts.down[0].weight for mixture in model.mixtures()]
+    assert [each.untyped_storage().nbytes() for each in dense] == [each.nbytes for each in dense]
+
+
 Change = Callable[[Tensors, dict[str, Any]], object]
 
 

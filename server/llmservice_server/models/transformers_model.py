@@ -7,6 +7,7 @@ Its attention layers call the function that is registered with transformers' `At
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -394,7 +395,7 @@ def _experts_of(
     if not any(found[0] + found[1]):
         return None
     gate_up, down = (
-        [linear or plain.to(device) for linear, plain in zip(*each, strict=True)]
+        [linear or replace(plain, weight=plain.weight.clone()).to(device) for linear, plain in zip(*each, strict=True)]
         for each in zip(found, dense, strict=True)
     )
     return Experts(gate_up, down, activation)

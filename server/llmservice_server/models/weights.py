@@ -125,12 +125,11 @@ class Weights:
     def stack(self, matrices: Sequence[tuple[Weights, dict[str, int]]], inputs: int) -> list[Linear]:
         """Matrices of one size as parts of one tensor: the `parts` of each, and the weights that they are relative to.
 
-        If they are quantised, they are tensors of their own.
+        If some are quantised, they are tensors of their own.
         """
-        weights, parts = matrices[0]
-        if any(weights.prefix + name in self.quantized for name in parts):
+        if any(weights.prefix + name in self.quantized for weights, parts in matrices for name in parts):
             return [weights.linear(parts, inputs) for weights, parts in matrices]
-        stack = self.empty(len(matrices), sum(parts.values()), inputs)
+        stack = self.empty(len(matrices), sum(matrices[0][1].values()), inputs)
         return [
             weights.linear(parts, inputs, memory=part) for (weights, parts), part in zip(matrices, stack, strict=True)
         ]
