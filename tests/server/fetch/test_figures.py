@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,28 @@ def test_quantisation_that_is_described_apart_is_read_and_counted_from_the_heade
     shape = read_model("org/open").shape
     assert shape.quantization == "fp8/float8/tensor/fp8-activations"
     assert shape.weights_bytes("bfloat16", "stored") == 2 * 1024 * 512 + 32768 * (512 + 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ({**LLAMA_3_8B, "tie_word_embeddings": True}, "lm_head.weight"),
+        ({"text_config": LLAMA_3_8B, "vision_config": {}}, "model.visual.blocks.0.attn.weight"),
+    ],
+    ids=["a copy of the embedding", "images"],
+)
+def test_what_is_not_loaded_of_a_family_of_ours_is_not_counted(
+    hub: ModelHub, config: dict[str, Any], more: str
+) -> None:
+    prefix = "model.language_model" if "visual" in more else "model"
+    weights = torch.zeros(128, 64, dtype=torch.bfloat16)
+    tensors = {
+        f"{prefix}.embed_tokens.weight": weights,
+        f"{prefix}.norm.weight": weights[0].clone(),
+        more: weights.clone(),
+    }
+    hub.files = {"config.json": json.dumps(config).encode(), "model.safetensors": save(tensors)}
+    assert read_model("org/open").shape.weights_bytes("bfloat16") == 2 * (128 * 64 + 64)
 
 
 def test_bucket_is_read(store: ObjectStore) -> None:
