@@ -10,6 +10,8 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
+from operator import is_
 from typing import Any
 
 from llmservice_operator.api import labels
@@ -27,7 +29,7 @@ _SHORT = 128
 
 
 class ObjectCache:
-    """Objects by kind, namespace and name. Returned objects must not be modified."""
+    """Objects by kind, namespace and name. Returned objects share parts with each other and must not be modified."""
 
     def __init__(self) -> None:
         self._objects: dict[ChildKey, Manifest] = {}
@@ -38,6 +40,8 @@ class ObjectCache:
         """By namespace."""
         self._deleted: dict[str, int] = {}
         self._kinds: dict[str, bool] = {}
+        self._last: dict[str, Manifest] = {}
+        """By kind: the object that was put last, with which the next one shares equal parts."""
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -87,8 +91,8 @@ class ObjectCache:
             return False
         if known is not None:
             self._unindex(key, known)
-        kept = _trimmed(kind, obj)
-        self._objects[key] = kept
+        kept = _shared(_trimmed(kind, obj), self._last.get(kind))
+        self._objects[key] = self._last[kind] = kept
         if kind == "Pod" and (instance := _instance(kept)):
             self._pods.setdefault((key[1], instance), {})[key[2]] = kept
         if kind == KIND:
@@ -188,17 +192,24 @@ def _trimmed(kind: str, obj: Mapping[str, Any]) -> Manifest:
         containers = spec.get("containers") or []
         if ports := [{key: one[key] for key in ("name", "ports")} for one in containers if one.get("ports")]:
             kept["spec"]["containers"] = ports
-    shared: Manifest = _shared(kept)
-    return shared
+    return kept
 
 
-def _shared(value: Any) -> Any:
-    """The same with short strings interned: most are equal in a thousand services' objects."""
-    if type(value) is str:
-        return sys.intern(value) if len(value) <= _SHORT else value
-    if isinstance(value, Mapping):
-        return {_shared(key): _shared(one) for key, one in value.items()}
-    return [_shared(one) for one in value] if isinstance(value, list) else value
+def _shared(value: Any, like: Any) -> Any:
+    """The same value, with those parts of `like` that are equal: most are in a thousand services' objects."""
+    kind = type(value)
+    if kind is str and len(value) <= _SHORT:
+        return sys.intern(value)
+    if kind is dict:
+        known = like if type(like) is dict else {}
+        made = {sys.intern(key): _shared(one, known.get(key)) for key, one in value.items()}
+        equal = made.keys() == known.keys() and all(map(is_, made.values(), map(known.get, made)))
+        return known if equal else made
+    if kind is list:
+        others = like if type(like) is list else []
+        items = [_shared(one, other) for one, other in zip_longest(value, others[: len(value)])]
+        return others if len(items) == len(others) and all(map(is_, items, others)) else items
+    return like if kind is type(like) and value == like else value
 
 
 def _served_name(service: Mapping[str, Any]) -> str:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from llmservice_operator.api.resource import KIND
 from llmservice_operator.cluster.object_cache import ObjectCache, collect_seldom, freeze_heap
@@ -96,6 +99,40 @@ def test_unused_fields_are_not_kept(cache: ObjectCache) -> None:
     assert kept["spec"] == {"nodeName": "n", "containers": [{"name": "server", "ports": ports}]}
     assert kept["status"] == {"phase": "Running"}
     assert "managedFields" not in kept["metadata"]
+
+
+def test_equal_parts_of_objects_are_kept_once(cache: ObjectCache) -> None:
+    for name in ("one", "two"):
+        containers = [{"name": "server", "args": ["--port", "8000"], "env": [{"name": "NAME", "value": name}]}]
+        cache.put(
+            "Deployment", thing(name, uid=name, spec={"strategy": {"type": "Recreate"}, "containers": containers})
+        )
+
+    first, second = (cache.child("Deployment", "team-a", name) for name in ("one", "two"))
+    assert first is not None
+    assert second is not None
+    assert first["spec"]["strategy"] is second["spec"]["strategy"]
+    (one,), (two,) = first["spec"]["containers"], second["spec"]["containers"]
+    assert one["args"] is two["args"]
+    assert (one["env"], two["env"]) == ([{"name": "NAME", "value": "one"}], [{"name": "NAME", "value": "two"}])
+
+
+SCALARS = st.none() | st.booleans() | st.integers(0, 1) | st.sampled_from([0.0, 1.0, "", "a", "b" * 200])
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner))
+
+
+@example(specs=[1, True, 1.0, {"a": None}, {"b": None}])
+@given(specs=st.lists(JSON, max_size=4))
+def test_objects_are_kept_as_they_are_whatever_others_are_like(specs: list[Any]) -> None:
+    """Compared as text: `1`, `1.0` and `True` are equal in Python."""
+    cache = ObjectCache()
+    for number, spec in enumerate(specs):
+        cache.put("Deployment", thing(str(number), uid=str(number), spec=spec))
+
+    for number, spec in enumerate(specs):
+        kept = cache.child("Deployment", "team-a", str(number))
+        assert kept is not None
+        assert json.dumps(kept["spec"], sort_keys=True) == json.dumps(spec, sort_keys=True)
 
 
 def test_a_list_returns_the_differences_and_keeps_newer_objects(cache: ObjectCache) -> None:
