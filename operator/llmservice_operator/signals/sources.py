@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal, Protocol
 
 import aiohttp
@@ -80,7 +80,7 @@ class PodSignals:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._parsing = asyncio.Lock()
         """One answer is parsed in each iteration of the event loop, so that many answers do not delay other events."""
-        self._scrapes: dict[str, deque[Scrape]] = {}
+        self._scrapes: dict[str, list[Scrape]] = {}
         self._swept_s = 0.0
 
     async def read(self, namespace: str, pods: Sequence[Pod], window_s: float, now: float) -> Histories:
@@ -105,16 +105,14 @@ class PodSignals:
             return None
 
     def _remember(self, uid: str, scrape: Scrape, window_s: float, now: float) -> list[Scrape]:
-        """The window's scrapes; equal histograms, which idle pods have, are kept once."""
-        scrapes = self._scrapes.setdefault(uid, deque())
-        if scrapes and scrapes[-1].ttft_buckets == scrape.ttft_buckets:
-            scrape = replace(scrape, ttft_buckets=scrapes[-1].ttft_buckets)
-        if scrapes and scrapes[-1].prompt_buckets == scrape.prompt_buckets:
-            scrape = replace(scrape, prompt_buckets=scrapes[-1].prompt_buckets)
-        scrapes.append(scrape)
-        while not now - window_s <= scrapes[0].time_s <= now:  # later ones were made before the clock was set back
-            scrapes.popleft()
-        return list(scrapes)
+        """The window's scrapes; what does not change between two, in idle pods all but the time, is kept once."""
+        known = self._scrapes.get(uid, [])
+        if known:
+            values = ((one.name, getattr(known[-1], one.name)) for one in fields(scrape))
+            scrape = replace(scrape, **{name: value for name, value in values if value == getattr(scrape, name)})
+        within = [one for one in known if now - window_s <= one.time_s <= now]  # later: the clock was set back
+        self._scrapes[uid] = [*within, scrape]
+        return self._scrapes[uid]
 
     def _forget(self, now: float) -> None:
         """Drop the pods that are gone, once a minute."""

@@ -69,6 +69,17 @@ async def test_the_window_has_the_scrapes_within_it(port: int) -> None:
     assert [(one.time_s, one.running) for one in histories["pod-1"]] == [(1030.0, 2), (1070.0, 3)]
 
 
+async def test_what_does_not_change_between_scrapes_is_kept_once(port: int) -> None:
+    async with aiohttp.ClientSession() as session:
+        signals = PodSignals(session)
+        for now in (1000.0, 1010.0):
+            histories = await signals.read("team-a", [pod(1, port)], 60.0, now)
+
+    older, newer = histories["pod-1"]
+    assert newer.waiting is older.waiting
+    assert (older.running, newer.running) == (1, 2)
+
+
 async def test_a_new_pod_with_an_old_name_has_no_history(port: int) -> None:
     async with aiohttp.ClientSession() as session:
         signals = PodSignals(session)
