@@ -144,15 +144,20 @@ class KubeClient:
         query = {"fieldManager": MANAGER, "force": str(force).lower()}
         return await self.request("PATCH", path, body=manifest, content_type=APPLY, query=query)
 
-    async def list_all(self, path: str, selector: str = "") -> tuple[list[Manifest], str]:
-        """A whole collection, read page by page, and the resource version that it was listed at."""
+    async def list_all(
+        self, path: str, selector: str = "", keep: Callable[[Manifest], Manifest] = lambda one: one
+    ) -> tuple[list[Manifest], str]:
+        """A whole collection, read page by page, and the resource version that it was listed at.
+
+        `keep` may return another object for each, so that there is never a second copy of all that the caller has.
+        """
         objects: list[Manifest] = []
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
             answer = await self.request("GET", path, query=query)
             for one in answer.get("items") or []:
                 one["metadata"].pop("managedFields", None)  # the larger part of most objects, and unused
-                objects.append(_typed(answer, one))
+                objects.append(keep(_typed(answer, one)))
             metadata = answer.get("metadata") or {}
             if not (token := metadata.get("continue")):
                 return objects, str(metadata.get("resourceVersion", ""))

@@ -80,6 +80,11 @@ class ObjectCache:
         claims = self._names.get(served_name)
         return min(claims)[1] if claims else None
 
+    def latest(self, kind: str, obj: Manifest) -> Manifest:
+        """The cached state of an object, or `obj` where that is newer or nothing is cached."""
+        known = self.child(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
+        return obj if known is None or _newer(obj["metadata"], known["metadata"]) else known
+
     def put(self, kind: str, obj: Mapping[str, Any]) -> bool:
         """Keep this state of an object; False where it is known, older than the known one, or of a deleted object."""
         metadata = obj["metadata"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from llmservice_operator.api.kinds import FOLLOWED, Followed, Kind
@@ -135,10 +136,11 @@ class Resync:
         """Correct the cache; returns how many objects differed. Raises KubeError."""
         kind, differences = followed.kind, 0
         lacked = self._cache.lacks(kind.name)
+        latest = partial(self._cache.latest, kind.name)
         for namespace in self._places:
             path = followed.path(namespace)
             try:
-                objects, version = await self._client.list_all(path, followed.selector)
+                objects, version = await self._client.list_all(path, followed.selector, latest)
             except KubeError as error:
                 if kind.built_in or error.status != 404:
                     raise

@@ -135,6 +135,16 @@ def test_objects_are_kept_as_they_are_whatever_others_are_like(specs: list[Any])
         assert json.dumps(kept["spec"], sort_keys=True) == json.dumps(spec, sort_keys=True)
 
 
+def test_a_listed_object_is_the_cached_one_unless_it_is_newer(cache: ObjectCache) -> None:
+    cache.put("Service", thing(version=2))
+    cached = cache.child("Service", "team-a", "tiny")
+
+    for known in (thing(version=2), thing(version=1)):
+        assert cache.latest("Service", known) is cached
+    for new in (thing(version=3), thing(version=1, uid="b"), thing("other")):
+        assert cache.latest("Service", new) is new
+
+
 def test_a_list_returns_the_differences_and_keeps_newer_objects(cache: ObjectCache) -> None:
     for name, version in (("same", 1), ("older", 2), ("gone", 3), ("younger", 30)):
         cache.put("Service", thing(name, version, uid=name))
