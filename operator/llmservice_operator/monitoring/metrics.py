@@ -6,10 +6,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
 from functools import partial
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from llmservice_operator.api.kinds import FOLLOWED
+from llmservice_planner.sizing.prediction_error import Quantity
 
 _PREFIX = "llmservice_operator_"
 _SERVICE = ("namespace", "name")
@@ -158,9 +160,11 @@ class OperatorMetrics:
     def predicted(self, namespace: str, name: str, errors: Mapping[str, float]) -> None:
         """By quantity; those that are not known any more have no series."""
         gauge = self._gauges["prediction_error_ratio"]
-        gauge.remove_by_labels({"namespace": namespace, "name": name})
-        for quantity, ratio in errors.items():
-            gauge.labels(namespace, name, quantity).set(ratio)
+        for quantity in get_args(Quantity):  # `remove_by_labels` would read the labels of all services in every pass
+            if quantity in errors:
+                gauge.labels(namespace, name, quantity).set(errors[quantity])
+            else:
+                gauge.remove(namespace, name, quantity)
 
     def reported(
         self, namespace: str, name: str, conditions: Mapping[str, str], figures: Mapping[str, float | None]
@@ -177,7 +181,7 @@ class OperatorMetrics:
             self._gauges["condition"].labels(namespace, name, kind).set({"True": 1, "False": 0}.get(status, -1))
         for figure, value in figures.items():
             if value is None:
-                self._gauges[figure].remove_by_labels({"namespace": namespace, "name": name})
+                self._gauges[figure].remove(namespace, name)
             else:
                 self._gauges[figure].labels(namespace, name).set(value)
 

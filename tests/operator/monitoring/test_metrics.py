@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from llmservice_operator.monitoring.metrics import ProcessMetrics, call_of
+from llmservice_operator.monitoring.metrics import OperatorMetrics, ProcessMetrics, call_of
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,22 @@ def test_the_leader_gauge_falls_with_the_fence() -> None:
     assert registry.get_sample_value("llmservice_operator_leader") == 1.0
     left[0] = 0.0
     assert registry.get_sample_value("llmservice_operator_leader") == 0.0
+
+
+def test_figures_that_are_not_known_any_more_have_no_series() -> None:
+    metrics = OperatorMetrics()
+
+    def value(name: str, service: str, **labels: str) -> float | None:
+        labels |= {"namespace": "team-a", "name": service}
+        return metrics.registry.get_sample_value(f"llmservice_operator_{name}", labels)
+
+    for service in ("one", "two"):
+        metrics.predicted("team-a", service, {"blocks": 0.1, "itl": 0.2})
+        metrics.reported("team-a", service, {}, {"load_replicas": 2.0})
+    metrics.predicted("team-a", "one", {"itl": 0.3})
+    metrics.reported("team-a", "one", {}, {"load_replicas": None})
+
+    ratio = "prediction_error_ratio"
+    assert (value(ratio, "one", quantity="blocks"), value(ratio, "one", quantity="itl")) == (None, 0.3)
+    assert (value(ratio, "two", quantity="blocks"), value(ratio, "two", quantity="itl")) == (0.1, 0.2)
+    assert (value("load_replicas", "one"), value("load_replicas", "two")) == (None, 2.0)
