@@ -23,6 +23,8 @@ SUPPORTED = (
 )
 SIDECARS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of their own in which older checkpoints say how they are quantised, with the method."""
+_BITS = {"bits", "w_bit"}
+"""One is in those of GPTQ and AWQ; transformers.js has a quantize_config.json too, which is about ONNX files."""
 _BEFORE_LAYERS = re.compile(r"^(model\.)?((language|text)_model\.)?(model\.)?")
 """Of a name, which is another one where the language model is loaded alone."""
 _DENSE_BITS = 16
@@ -50,10 +52,12 @@ def read_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
 
 def with_sidecars(config: dict[str, Any], sidecars: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
     """config.json, and what those of `SIDECARS` that a checkpoint has add to it."""
+    if config.get("quantization_config"):
+        return config
     for name, method in SIDECARS.items():
-        found = sidecars.get(name)
-        quantization = (found or {}).get("quantization") if method == "modelopt" else found
-        if isinstance(quantization, Mapping) and not config.get("quantization_config"):
+        found = sidecars.get(name) or {}
+        quantization = found.get("quantization") if method == "modelopt" else found
+        if isinstance(quantization, Mapping) and (method == "modelopt" or quantization.keys() & _BITS):
             return {**config, "quantization_config": {"quant_method": method, **quantization}}
     return config
 

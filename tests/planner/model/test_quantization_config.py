@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llmservice_planner.model.quantization import QuantizationConfig, QuantizationError, WeightFormat
-from llmservice_planner.model.quantization_config import read_quantization
+from llmservice_planner.model.quantization_config import read_quantization, with_sidecars
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
@@ -312,3 +312,10 @@ def test_attention_and_caches_that_are_quantised_leave_the_weights_as_they_are()
     assert read_quantization({"quantization_config": {**method, "config_groups": {}}}) is None
     linear = {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"}
     assert len(parsed(**method, config_groups={"a": attention, "b": linear}).formats) == 1
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+@pytest.mark.parametrize("found", [{"per_channel": True, "reduce_range": True, "per_model_config": {}}, {}])
+def test_a_file_about_the_onnx_weights_beside_a_checkpoint_says_nothing_of_it(name: str, found: dict[str, Any]) -> None:
+    """As transformers.js writes it."""
+    assert read_quantization(with_sidecars({"model_type": "bert"}, {name: found})) is None
