@@ -236,7 +236,7 @@ def test_arguments_that_are_cut_off_count_as_far_as_they_go() -> None:
         assert begun.keys() <= whole.keys()
         assert whole["a"].startswith(begun.get("a", ""))
     assert (given(""), given("{"), given(written[:-4]), given(written)) == ({}, {}, whole, whole)
-    for wrong in ("[1", '"a', "{]", "{'a", '{"a": 1} b', '{"a":' * 300, '{"a": NaN'):
+    for wrong in ("[1", '"a', "{]", "{'a", '{"a": 1} b', '{"a":' * 300, '{"a": NaN', '{"a": 1e999}', " ", "nul"):
         with pytest.raises(ValueError, match="the arguments of the call c are no JSON object"):
             given(wrong)
 

@@ -58,10 +58,10 @@ def _begun_object(text: str) -> dict[str, Any] | None:
     try:
         jiter.from_json(content, allow_inf_nan=False)
     except ValueError as error:
-        if not str(error).startswith("EOF"):
-            return None
-    begun = jiter.from_json(content, allow_inf_nan=False, partial_mode="trailing-strings")
-    return begun if isinstance(begun, dict) else None
+        if str(error).startswith("EOF") and text.lstrip().startswith("{"):
+            begun: dict[str, Any] = jiter.from_json(content, allow_inf_nan=False, partial_mode="trailing-strings")
+            return begun
+    return None
 
 
 class Message(Part):
