@@ -78,9 +78,12 @@ def has_other_head(folder: Path) -> bool:
 
 
 def _chunks(shard: Path, tensor: StoredTensor) -> Iterator[bytes]:
-    """A tensor's numbers."""
+    """A tensor's numbers. Raises `ShapeError` where the file does not have them."""
     with shard.open("rb") as file:
-        file.seek(LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little") + tensor.begin)
+        begin = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little") + tensor.begin
+        if begin + tensor.nbytes > shard.stat().st_size:
+            raise _broken(str(shard), "it ends before its tensors do")
+        file.seek(begin)
         for first in range(0, tensor.nbytes, _CHUNK_BYTES):
             yield file.read(min(_CHUNK_BYTES, tensor.nbytes - first))
 
@@ -111,8 +114,8 @@ def parse_header(where: str, text: bytes, length: int) -> dict[str, StoredTensor
             name: StoredTensor(
                 str(tensor["dtype"]),
                 tuple(_size(size) for size in tensor["shape"]),
-                int(tensor["data_offsets"][1]) - int(tensor["data_offsets"][0]),
-                int(tensor["data_offsets"][0]),
+                _size(tensor["data_offsets"][1]) - _size(tensor["data_offsets"][0]),
+                tensor["data_offsets"][0],
             )
             for name, tensor in json.loads(text).items()
             if name != "__metadata__"

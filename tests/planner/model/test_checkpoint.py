@@ -144,9 +144,21 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
         (9).to_bytes(8, "little") + b'{"a": {}}',
         (30).to_bytes(8, "little") + b'{"a": {"data_offsets": [0]}}  ',
         (62).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        (62).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}',
     ],
 )
 def test_a_broken_header_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ShapeError, match="download it again"):
         weights_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("begin", [0, 10**30])
+def test_a_file_that_ends_before_a_head_that_may_be_the_embedding_is_refused(tmp_path: Path, begin: int) -> None:
+    """Of tied models they are compared."""
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text", "dtype": "float16"}')
+    tensor = {"dtype": "F16", "shape": [8, 4], "data_offsets": [begin, begin + 10**9]}
+    header = json.dumps(dict.fromkeys(("lm_head.weight", "model.embed_tokens.weight"), tensor)).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ShapeError, match="it ends before its tensors do"):
+        ModelShape.from_folder(tmp_path)
