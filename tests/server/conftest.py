@@ -67,12 +67,12 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.listening['metrics_port']}"
 
     def wait_for(self, look: Callable[[], T | None]) -> T:
-        """Poll until `look` finds something."""
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
+        """Poll until `look` finds something, at ever longer intervals: a poll takes both processes' time."""
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < DEADLINE_S:
             if (found := look()) is not None and found is not False:
                 return found
-            time.sleep(0.01)
+            time.sleep(max(0.01, min(waited_s / 8, 0.2)))
         raise AssertionError(f"not seen within {DEADLINE_S} s; the log: {self.log[-5:]}, errors: {self.errors}")
 
     def wait_until_ready(self) -> ServerProcess:
