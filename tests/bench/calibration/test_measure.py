@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmservice_bench.calibration.measure import Driver, Limits, Phase, measure, phases
-from llmservice_bench.client import Target, WordRate
+from llmservice_bench.client import Target, WordRate, measure_word_rate
 from llmservice_bench.models import MODEL, serving
 
 
@@ -108,14 +108,9 @@ async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_eve
 @pytest.mark.slow
 async def test_the_time_to_a_first_token_is_that_of_as_many_steps_as_the_server_reports() -> None:
     async with serving() as server, aiohttp.ClientSession() as session:
-        measured = await measure(
-            session,
-            Target(server.url, MODEL, ignore_eos=True),
-            Limits(2, 2048, 2048),
-            seconds=20,
-            steps_url=f"{server.url}/sizing",
-            seed=0,
-            on_phase=lambda phase: None,
-        )
+        target, rng = Target(server.url, MODEL, ignore_eos=True), np.random.default_rng(0)
+        rate = await measure_word_rate(session, target, rng)
+        driver = Driver(session, target, rate, Limits(2, 2048, 2048), rng, f"{server.url}/sizing", lambda phase: None)
+        measured = await driver.run([Phase(0, 0, 128), Phase(0, 0, 1024)], 20.0)
     steps = {sample.phase: len(sample.batches) for sample in measured.samples if sample.requests}
     assert (steps["a prompt of 128 tokens"], steps["a prompt of 1024 tokens"]) == (1, 2), "of 512 tokens on a CPU"
