@@ -16,6 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 try:
     import triton
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     from llmservice_server.backend.cuda.kernels.jit import INTERPRETED
@@ -59,7 +60,7 @@ def _set_block_type(block: core.block_type, element: core.dtype, shape: Any) -> 
     if not sizes:
         raise TypeError("a block has at least one dimension")
     block.element_ty, (block.shape, block.numel, _, _) = element, _shape(sizes)
-    block.name = f"<{block.shape}, {element}>"
+    block.name = f"<{sizes}, {element.name}>"
 
 
 def _set_tensor(tensor: core.tensor, handle: Any, kind: core.dtype) -> None:
@@ -67,11 +68,19 @@ def _set_tensor(tensor: core.tensor, handle: Any, kind: core.dtype) -> None:
     _, _, tensor.shape, tensor.numel = _shape(tuple(kind.shape) if kind.is_block() else ())
 
 
+_broadcast_unequal = TritonSemantic.broadcast_impl_value
+
+
+def _broadcast(semantic: Any, left: core.tensor, right: core.tensor) -> tuple[core.tensor, core.tensor]:
+    return (left, right) if left.shape is right.shape else _broadcast_unequal(semantic, left, right)
+
+
 # Half of the interpreter's time computes nothing that a kernel or a test reads. Triton patches its language for each
 # call of a function by a kernel, which has patched it already, computes whether integers overflow, which it discards
-# unless `debug` is set, makes a table of all dtypes to look up one, and checks and copies the few shapes that there are
-# for every tensor.
+# unless `debug` is set, makes a table of all dtypes to look up one, checks and copies the few shapes that there are for
+# every tensor, and compares those of two tensors size by size.
 interpreter.InterpretedFunction.__call__ = _call
 interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 interpreter._get_np_dtype = _numpy_dtype
 core.block_type.__init__, core.tensor.__init__ = _set_block_type, _set_tensor
+TritonSemantic.broadcast_impl_value = _broadcast
