@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
+import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,11 +71,17 @@ async def test_answers_that_end_early_keep_nothing_waiting(server: Any) -> None:
     assert {sample.kind for sample in measured.samples} == {"prefill"}, "their answers have one token"
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def target() -> AsyncIterator[Target]:
+    """A server of ours."""
+    async with serving() as server:
+        yield Target(server.url, MODEL, ignore_eos=True)
+
+
 @pytest.mark.slow
-async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_every_kind() -> None:
+async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_every_kind(target: Target) -> None:
     limits, seen = Limits(8, 2048, 2048), []
-    async with serving() as server, aiohttp.ClientSession() as session:
-        target = Target(server.url, MODEL, ignore_eos=True)
+    async with aiohttp.ClientSession() as session:
         for seconds in (4, 30):  # a busy machine gets through few batches in four
             measured = await measure(
                 session,
@@ -106,11 +114,11 @@ async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_eve
 
 
 @pytest.mark.slow
-async def test_the_time_to_a_first_token_is_that_of_as_many_steps_as_the_server_reports() -> None:
-    async with serving() as server, aiohttp.ClientSession() as session:
-        target, rng = Target(server.url, MODEL, ignore_eos=True), np.random.default_rng(0)
+async def test_the_time_to_a_first_token_is_that_of_as_many_steps_as_the_server_reports(target: Target) -> None:
+    async with aiohttp.ClientSession() as session:
+        rng = np.random.default_rng(0)
         rate = await measure_word_rate(session, target, rng)
-        driver = Driver(session, target, rate, Limits(2, 2048, 2048), rng, f"{server.url}/sizing", lambda phase: None)
+        driver = Driver(session, target, rate, Limits(2, 2048, 2048), rng, f"{target.url}/sizing", lambda phase: None)
         measured = await driver.run([Phase(0, 0, 128), Phase(0, 0, 1024)], 20.0)
     steps = {sample.phase: len(sample.batches) for sample in measured.samples if sample.requests}
     assert (steps["a prompt of 128 tokens"], steps["a prompt of 1024 tokens"]) == (1, 2), "of 512 tokens on a CPU"
