@@ -111,10 +111,13 @@ def _answer_until_closed(connection: socket.socket) -> tuple[bytes, Any]:
     return head.split(b"\r\n")[0], json.loads(body)
 
 
+IMPATIENT = ("--body-timeout", "300ms", "--stuck-timeout", "1s")
+
+
 def test_a_body_that_is_not_complete_in_time_is_refused_and_its_connection_closed(
-    start_server: Callable[..., Any],
+    shared_server: Callable[..., Any],
 ) -> None:
-    server = start_server("--body-timeout", "300ms").wait_until_ready()
+    server = shared_server(*IMPATIENT)
     with _half_sent_body(server) as connection:
         status, answer = _answer_until_closed(connection)
     assert status == b"HTTP/1.1 408 Request Timeout"
@@ -225,9 +228,9 @@ def test_a_deadline_is_kept_while_the_engine_stands_still(start_server: Callable
 
 
 def test_an_engine_that_has_answered_or_never_got_what_was_refused_is_not_stuck(
-    start_server: Callable[..., Any],
+    shared_server: Callable[..., Any],
 ) -> None:
-    server = start_server("--stuck-timeout", "1s").wait_until_ready()
+    server = shared_server(*IMPATIENT)
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
     assert server.post("/v1/completions", body)[0] == 200
     for refused in ({"top_k": 10**30}, {"min_tokens": 2**70}):
