@@ -42,7 +42,7 @@ demo: setup     ## the whole path on this machine: manifest, tokens, scale up, s
 	$(BIN)/llmservice demo
 
 test: setup tools ## every test: unit, property, parity, chart, end to end
-	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup ## unit and property tests: without servers and what is marked slow (two to four minutes on two cores)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests --fast
