@@ -111,7 +111,7 @@ async def test_the_failure_of_an_entry_is_forgotten_when_it_is_listed_as_it_is_l
         await found.until(lambda: bool(found.state.adapter_failures))
         found.write(poet="a", bard="b")
         await found.until(lambda: not found.state.adapter_failures)
-        assert list(found.engine.adapters) == ["poet", "bard"]
+        assert found.engine.adapters.keys() == {"poet", "bard"}  # whichever was fetched first
 
 
 async def test_a_listed_adapter_that_a_client_replaces_is_loaded_again(tmp_path: Path) -> None:
