@@ -53,7 +53,7 @@ def test_the_other_operator_takes_over_and_no_request_fails(
     cluster: Cluster, kube: Kube, number: signal.Signals, limit_s: float, change: str
 ) -> None:
     first = awaited_leader(cluster, kube)
-    with traffic(cluster.gateway_url, NAME, rate=5, output_tokens=8) as load:
+    with traffic(cluster.gateway_url, NAME, rate=20, output_tokens=8) as load:
         wait_for(lambda: len(load.records) >= 20, 60, lambda: load.failures)
         os.kill(int(first.split("_")[-2]), number)
         ended_s = time.monotonic()
