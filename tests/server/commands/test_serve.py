@@ -248,7 +248,7 @@ def _gone(process_id: int) -> bool:
         return True
 
 
-def _overflow(model: Path) -> None:
+def _not_finite(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"].fill_(math.nan)
     save_file(tensors, model / "model.safetensors")
@@ -257,7 +257,7 @@ def _overflow(model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_overflow, "the model's logits are not finite"),
+        (_not_finite, "the model's logits are not finite"),
         (
             lambda model: (model / "config.json").unlink(),
             "holds no config.json: expected a checkpoint in Hugging Face's format",
