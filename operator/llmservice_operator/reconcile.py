@@ -235,7 +235,7 @@ class Reconciler:
             known = seen.service.status.autoscaling
             self._memories[key] = Memory(
                 Sizer(self.read_model),
-                StartupTimes(self._learned_start_s(seen.service)),
+                StartupTimes(self._learned_start_s(seen.service), seen.service.status.ready_replicas),
                 StatusWriteThrottle(seen.steady_s, resumed=known is not None),
                 slo=remembered_slo(seen.service),
                 slo_generation=seen.service.metadata.generation,

@@ -143,7 +143,7 @@ class SimulatedService:
         self._replicas = replicas
         self._pods = [_Pod(number, _BEGAN_S - 60, _BEGAN_S) for number in range(replicas)]
         self._born = replicas
-        self._startup = StartupTimes(learned_s)
+        self._startup = StartupTimes(learned_s, replicas)
         self._state: ScalingState | None = None
 
     def run(self, duration_s: float, moment_at: Callable[[float], Moment]) -> list[Sample]:

@@ -51,11 +51,17 @@ class Replica(Protocol):
 
 
 class StartupTimes:
-    """The last start-up times; after a restart of the operator, the P90 that the status kept."""
+    """The last start-up times; after a restart of the operator, the P90 that the status kept.
 
-    def __init__(self, learned_s: float | None = None) -> None:
+    `learned_s` is that P90, and `measured` the number of ready pods in the status: they were ready first.
+    """
+
+    def __init__(self, learned_s: float | None = None, measured: int = 0) -> None:
         self._learned_s = learned_s
+        self._measured = measured
         self._samples: dict[str, float] = {} if learned_s is None else {"status": float(learned_s)}
+        self.last_s: tuple[float, float] | None = None
+        """The P90 before the last start-up that was measured, and what that one took; None before the second."""
         self._ages: dict[str, float] = {}
         self._observed_s: float | None = None
 
@@ -64,8 +70,8 @@ class StartupTimes:
 
         `now` is the clock of the pods' timestamps, `steady_s` is monotonic. A pod's age is the time for which it was
         observed on a node, so that setting the clock makes no pod overdue. Only the age of pods that exist at the first
-        observation is taken from their timestamps; of those that are ready by then the status is taken, which includes
-        them. A long wait for a node says nothing about the next pod.
+        observation is taken from their timestamps; of those that the status counts as ready by then its P90 is taken,
+        which includes them. A long wait for a node says nothing about the next pod.
         """
         gap_s = None if self._observed_s is None else steady_s - self._observed_s
         observed_s = gap_s if gap_s is not None and 0 <= gap_s <= LONGEST_GAP_S else 0.0
@@ -74,10 +80,20 @@ class StartupTimes:
         ages = {pod.uid: max(0.0, now - _began_s(pod)) if first else 0.0 for pod in placed}
         self._ages = {uid: self._ages[uid] + observed_s if uid in self._ages else age for uid, age in ages.items()}
         self._observed_s = steady_s
-        for pod in pods:
-            if pod.ready and pod.ready_since_s is not None and not pod.restarts and pod.uid not in self._samples:
-                took_s = max(0.0, pod.ready_since_s - _began_s(pod))
-                self._samples[pod.uid] = self._learned_s if first and self._learned_s is not None else took_s
+        started = [
+            (pod.ready_since_s, pod.uid, _began_s(pod))
+            for pod in pods
+            if pod.ready and pod.ready_since_s is not None and not pod.restarts
+        ]
+        for number, (ready_s, uid, began_s) in enumerate(sorted(started)):
+            if uid in self._samples:
+                continue
+            if first and self._learned_s is not None and number < self._measured:
+                self._samples[uid] = self._learned_s
+                continue
+            predicted_s, took_s = self.p90_s, max(0.0, ready_s - began_s)
+            self.last_s = None if predicted_s is None else (predicted_s, took_s)
+            self._samples[uid] = took_s
         for surplus in list(self._samples)[:-_KEPT]:
             del self._samples[surplus]
 
@@ -85,13 +101,6 @@ class StartupTimes:
     def p90_s(self) -> float | None:
         """Nine in ten pods were ready within this time (nearest rank); None before the first."""
         return _p90(self._samples.values())
-
-    @property
-    def last_s(self) -> tuple[float, float] | None:
-        """The P90 before the last start-up, and what that one took; None before the second."""
-        *earlier, last = self._samples.values() or (0.0,)
-        predicted = _p90(earlier)
-        return None if predicted is None else (predicted, last)
 
     @property
     def patience_s(self) -> float:

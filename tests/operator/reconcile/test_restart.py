@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -45,6 +46,20 @@ async def test_a_restart_during_traffic_writes_nothing_without_changes(world: Wo
 
     assert {await traffic(5, restart=True)} | {await traffic(5) for _ in range(20)} == {settled}
     assert world.writes == []
+
+
+async def test_a_start_that_the_status_has_is_not_measured_again(world: World, manifest_of: Any) -> None:
+    world.now = time.time() + 60.0  # the API server's clock says when a pod is created: it takes a minute to start
+    world.booted_s = world.now - 1000.0
+    await busy_service(world, manifest_of, (0, 0))
+    for _ in range(4):
+        await world.run_pass(after_s=20)
+    before = await world.service()
+    assert before["status"]["autoscaling"]["startupSeconds"] > 50
+
+    await world.restarted().run_pass(after_s=5)
+    await world.run_pass(after_s=20)
+    assert await world.service() == before
 
 
 @pytest.mark.parametrize("silent_s", [0, 5, 10])

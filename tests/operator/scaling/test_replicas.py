@@ -31,7 +31,7 @@ def decide(
     status: dict[str, Any] | None = None,
 ) -> Decision:
     """The first decision about a service with these pods, of which start-up takes 30 seconds."""
-    startup = StartupTimes(learned_s=30.0)
+    startup = StartupTimes(learned_s=30.0, measured=len(pods))
     startup.observe(pods, NOW, 0)
     supply = supply_of({"spec": {"replicas": replicas}, "status": status or {}}, pods, startup)
     return decide_replicas(service, sizing, load, supply, None, NOW, 0.0)[0]

@@ -40,11 +40,16 @@ def test_patience_is_bounded(learned_s: float, patience_s: float) -> None:
     assert StartupTimes(learned_s).patience_s == patience_s
 
 
-def test_a_restart_resumes_the_time_in_the_status(pod_named: Callable[..., Pod]) -> None:
-    times = StartupTimes(90)
+def test_a_restart_resumes_the_time_in_the_status_and_measures_what_came_after_it(
+    pod_named: Callable[..., Pod],
+) -> None:
+    times = StartupTimes(90, measured=1)
     times.observe(started(pod_named, 30), 2000, 0)
+    assert (times.p90_s, times.last_s) == (90, None)  # nothing new was measured
 
-    assert times.p90_s == 90
+    times = StartupTimes(90, measured=1)
+    times.observe(started(pod_named, 200, 30), 2000, 0)
+    assert (times.p90_s, times.last_s) == (200, (90, 200))
 
 
 def test_a_node_that_an_autoscaler_makes_is_part_of_a_start(pod_named: Callable[..., Pod]) -> None:
@@ -114,7 +119,7 @@ def test_what_serves_until_a_new_pod_does_includes_what_is_starting(
     """One pod serves, one has been starting for 20 s, another for none; of each at most a minute is missing."""
     ready = pod_named("ready", ready_since_s=900)
     pods = [ready, *(pod_named(f"at-{created_s}", ready=False, created_s=created_s) for created_s in (980, 1000))]
-    times = StartupTimes(startup_s)
+    times = StartupTimes(startup_s, measured=1)
     times.observe(pods, 1000, 0)
 
     supply = supply_of({"spec": {"replicas": 3}}, pods, times)
@@ -125,7 +130,7 @@ def test_what_serves_until_a_new_pod_does_includes_what_is_starting(
 
 def test_overdue_pods_are_not_counted_on(pod_named: Callable[..., Pod]) -> None:
     pods = [pod_named("ready", ready_since_s=900), coming(pod_named, created_s=930)]
-    times = StartupTimes(60)
+    times = StartupTimes(60, measured=1)
     times.observe(pods, 1000, 0)
 
     supply = supply_of({"spec": {"replicas": 2}}, pods, times)
