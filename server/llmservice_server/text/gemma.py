@@ -12,19 +12,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from llmservice_server.sampling.grammar import LarkRules
+from llmservice_server.sampling.grammar import LarkRules, escaped
 from llmservice_server.text.json_calls import JsonCallParser
 from llmservice_server.text.tool_calls import (
     ToolCallParser,
     ToolFormat,
     ToolSchema,
+    definitions,
     members_rule,
+    other_members,
+    other_name,
     properties,
+    referred,
+    resolved,
 )
-from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, options_of, string_pattern
+from llmservice_server.text.xml_calls import (
+    ANY_TEXT,
+    choices_of,
+    escaped_json,
+    json_types,
+    options_of,
+    string_pattern,
+)
 from llmservice_server.types.errors import GrammarError
 
 _HEAD = re.compile(r"(?:<\|tool_call>|<start_function_call>)\s*call:([\w.-]+)\s*(?=\{)")
+_NAME = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"  # of a member that the schema does not name
+_BARE_KEY = re.compile(r"[^\s:}<]([^:]*[^\s:])?")
 _LITERALS = {
     "integer": r"/-?(0|[1-9][0-9]{0,18})/",
     "number": r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][-+]?[0-9]{1,3})?/",
@@ -75,18 +89,25 @@ class _Values:
     def __init__(self, rules: LarkRules, arguments: Mapping[str, Any], quote: str) -> None:
         self._rules = rules
         self._quote = quote
-        self._shared = {name: arguments[name] for name in ("$defs", "definitions") if name in arguments}
+        self._shared = definitions(arguments)
         self._of_references: dict[str, str] = {}
         self._any: str | None = None
 
     def object(self, schema: Mapping[str, Any]) -> str:
-        written = {key: f"{json.dumps(f'{key}:')} {self.value(each)}" for key, each in properties(schema).items()}
-        if "properties" not in schema and schema.get("additionalProperties", True) is not False:
-            return self._free_object()
-        members = members_rule(self._rules, schema, written, '","')
+        schema = {key: each for key, each in schema.items() if key not in self._shared}
+        written = {key: f'{self._key(key)} ":" {self.value(each)}' for key, each in properties(schema).items()}
+        more = ""
+        if (others := other_members(schema)) is not None:
+            more = f'{other_name(self._rules, _NAME, written)} ":" {self.value(others)}'
+        members = members_rule(self._rules, schema, written, '","', more)
         return f'"{{" {members} "}}"'
 
+    def _key(self, key: str) -> str:
+        """Bare, unless it would be read as another name."""
+        return json.dumps(key) if _BARE_KEY.fullmatch(key) else self._rules.literal(f"{self._quote}{key}{self._quote}")
+
     def value(self, schema: Mapping[str, Any]) -> str:
+        schema = resolved({**schema})
         if (reference := schema.get("$ref")) is not None:
             return self._referred(str(reference))
         if (choices := choices_of(schema)) is not None:
@@ -113,30 +134,27 @@ class _Values:
         return json.dumps(json.dumps(choice))
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        _, text = self._rules.text_until(self._quote, pattern=string_pattern(schema))
+        pattern, quoted = string_pattern(schema), f"{ANY_TEXT}{escaped(self._quote)}{ANY_TEXT}"
+        _, text = self._rules.text_until(self._quote, pattern=pattern, unless="" if pattern == ANY_TEXT else quoted)
         return f"{self._rules.literal(self._quote)} {text}"
 
     def _referred(self, reference: str) -> str:
         """Of a definition, which may refer to itself; of others, anything."""
         if reference not in self._of_references:
-            _, where, name = (*reference.split("/"), "", "")[:3]
-            schema = self._shared.get(where, {}).get(name)
+            schema = referred(reference, self._shared)
             if not isinstance(schema, dict):
                 return self._anything()
             self._of_references[reference] = rule = self._rules.new_name()
-            self._rules.add(f"{rule}: {self.value(schema | self._shared)}")
+            self._rules.add(f"{rule}: {self.value(schema)}")
         return self._of_references[reference]
 
     def _anything(self) -> str:
         if self._any is None:
             self._any = self._rules.new_name()
-            kinds = [self._string({}), *_LITERALS.values(), self._free_object()]
+            field = f'/{_NAME}/ ":" {self._any}'
+            kinds = [self._string({}), *_LITERALS.values(), f'"{{" ({field} ("," {field})*)? "}}"']
             self._rules.add(f'{self._any}: {" | ".join(kinds)} | "[" ({self._any} ("," {self._any})*)? "]"')
         return self._any
-
-    def _free_object(self) -> str:
-        field = f'/[A-Za-z_][A-Za-z0-9_.-]{{0,63}}/ ":" {self._anything()}'
-        return f'"{{" ({field} ("," {field})*)? "}}"'
 
     def _rule(self, content: str) -> str:
         name = self._rules.new_name()

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from llmservice_server.sampling.grammar import LarkRules, json_rule
 from llmservice_server.text.json_calls import JsonCallParser
-from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema, members_rule
+from llmservice_server.text.tool_calls import (
+    Parsed,
+    ToolCallParser,
+    ToolFormat,
+    ToolSchema,
+    members_rule,
+    other_members,
+    other_name,
+)
 from llmservice_server.types.errors import GrammarError
 
 _HEAD = re.compile(r"\A\s*(?:(?:</function_calls>\s*)?<function_calls>\s*)?([\w.-]+)\(")
@@ -21,16 +29,19 @@ class OlmoFormat(ToolFormat):
     """A call is the function's name and keyword arguments."""
 
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
-        if wrong := [key for key in tool.properties if "=" in key]:
-            raise GrammarError(f"{tool.name}: calls of OLMo 3 cannot name {wrong[0]!r}, which holds '=': rename it")
+        for key in tool.properties:
+            found = _KEY.match(f"{key}=")
+            if found is None or found[1] != key:
+                raise GrammarError(f"{tool.name}: calls of OLMo 3 cannot name {key!r}: rename it")
         written = {
             key: f"{rules.literal(f'{key}=')} {json_rule(schema, strict=tool.strict)}"
             for key, schema in tool.properties.items()
         }
-        body = members_rule(rules, tool.arguments, written, '", "')
-        if "properties" not in tool.arguments and tool.arguments.get("additionalProperties", True) is not False:
-            argument = f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {json_rule({}, strict=False)}'
-            body = f'({argument} (", " {argument})*)?'
+        more = ""
+        if (others := other_members(tool.arguments)) is not None:
+            name = other_name(rules, "[A-Za-z_][A-Za-z0-9_]{0,63}", written)
+            more = f'{name} "=" {json_rule(others, strict=tool.strict)}'
+        body = members_rule(rules, tool.arguments, written, '", "', more)
         return f'{rules.literal(f"{tool.name}(")} {body} ")"'
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:

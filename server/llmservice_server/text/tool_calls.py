@@ -6,17 +6,20 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmservice_server.sampling.grammar import WHITE_SPACE, LarkRules, json_rule
+from llmservice_server.sampling.grammar import WHITE_SPACE, LarkRules, escaped, json_rule
 from llmservice_server.text.detokenizer import StopStrings
 from llmservice_server.types.errors import GrammarError
 
 _PLAIN_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _PLAIN_KEYWORDS |= {"$schema", "$id", "$comment", "title", "description"}
 """Of an object's schema whose members can be written one by one."""
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$comment"}
+_DEFINITIONS = ("$defs", "definitions")
+_MAX_REFERENCES = 8  # that follow each other: some refer in circles
 _BARE_TEXT = r"(\s*[^{\s](.|\n)*|\{(.|\n)*)?"
 _BARE_CALL = r"\{\s*\"name\"(.|\n)*"
 """In a format without a trigger: text, JSON too where no space precedes it, and what is taken for a call."""
@@ -38,11 +41,50 @@ class ToolSchema:
 
 def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The schema of each member of an object, with the definitions that it may refer to. Raises GrammarError."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    shared = definitions(schema)
     members = {} if schema.get("properties") is None else schema["properties"]
     if not isinstance(members, dict):
         raise GrammarError("properties: expected an object with a schema for each name")
-    return {key: each | shared if isinstance(each, dict) else shared for key, each in members.items()}
+    return {key: resolved(each | shared) if isinstance(each, dict) else shared for key, each in members.items()}
+
+
+def other_members(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The schema of an object's members that `properties` does not name; None: it has none."""
+    others = schema.get("additionalProperties", "properties" not in schema)
+    if isinstance(others, dict):
+        return resolved(others | definitions(schema))
+    return definitions(schema) if others else None
+
+
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: schema[name] for name in _DEFINITIONS if name in schema}
+
+
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema that one stands for which is no more than a reference to a definition, or all of one schema."""
+    for _ in range(_MAX_REFERENCES):
+        shared, said = definitions(schema), schema.keys() - _ANNOTATIONS - {*_DEFINITIONS}
+        found: Any = None
+        if said == {"$ref"}:
+            found = referred(str(schema["$ref"]), shared)
+        elif said == {"allOf"} and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
+            [found] = schema["allOf"]
+        if not isinstance(found, dict):
+            break
+        schema = found | shared
+    return schema
+
+
+def referred(reference: str, shared: Mapping[str, Any]) -> Any:
+    """What a JSON pointer into the definitions leads to; None: nothing."""
+    found: Any = shared
+    try:
+        for part in reference.removeprefix("#/").split("/"):
+            key = part.replace("~1", "/").replace("~0", "~")
+            found = found[int(key) if isinstance(found, list) else key]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return found
 
 
 def required_members(schema: Mapping[str, Any]) -> list[str]:
@@ -53,24 +95,34 @@ def required_members(schema: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def members_rule(rules: LarkRules, schema: Mapping[str, Any], written: Mapping[str, str], separator: str = "") -> str:
-    """The grammar of an object's members, of which each has one in `written`.
+def members_rule(
+    rules: LarkRules, schema: Mapping[str, Any], written: Mapping[str, str], separator: str = "", more: str = ""
+) -> str:
+    """The grammar of an object's members, of which each has one in `written`; `more`: that of any number of others.
 
     Those that are required follow each other in the schema's order. The others may stand anywhere: a model that has to
     keep to an order leaves out what it has passed. How many follow each other is bounded, so that an answer ends.
     """
     names = required_members(schema)
     required = [text for key, text in written.items() if key in names]
-    others = [text for key, text in written.items() if key not in names]
+    others = [*(text for key, text in written.items() if key not in names), *filter(None, [more])]
     if not others:
         return f" {separator} ".join(required)
     other, most = rules.new_name(), len(others)
     rules.add(f"{other}: {' | '.join(others)}")
-    behind = f"({separator} {other}){{0,{most}}}"
+    times = "*" if more else f"{{0,{most}}}"
+    behind = f"({separator} {other}){times}"
     if not required:
         return f"({other} {behind})?"
-    before = f"({other} {separator}){{0,{most}}}"
+    before = f"({other} {separator}){times}"
     return f"{before} {f' {separator} '.join(f'{each} {behind}' for each in required)}"
+
+
+def other_name(rules: LarkRules, pattern: str, names: Collection[str]) -> str:
+    """The grammar of a member's name that matches `pattern` and is none of `names`."""
+    name = rules.new_name().upper()
+    rules.add(f"{name}: /{pattern}/" + (f" & ~/({'|'.join(map(escaped, names))})/" if names else ""))
+    return name
 
 
 def json_arguments(rules: LarkRules, tool: ToolSchema) -> str:

@@ -10,7 +10,20 @@ from typing import Any
 
 from llmservice_server.sampling.grammar import LarkRules, escaped, json_rule
 from llmservice_server.text.detokenizer import StopStrings
-from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema, members_rule
+from llmservice_server.text.tool_calls import (
+    Parsed,
+    ToolCallParser,
+    ToolFormat,
+    ToolSchema,
+    definitions,
+    members_rule,
+    other_members,
+    other_name,
+    resolved,
+)
+from llmservice_server.types.errors import GrammarError
+
+ANY_TEXT = "(.|\\n)*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +44,19 @@ class XmlFormat(ToolFormat):
     wraps: bool  # in newlines, which are no part of a value
 
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
-        between = rules.literal(self.between)
-        written = {
-            key: f"{rules.literal(self.key % key)} {self._value(rules, schema, strict=tool.strict)} {between}"
-            for key, schema in tool.properties.items()
-        }
-        body = members_rule(rules, tool.arguments, written)
-        if "properties" not in tool.arguments and tool.arguments.get("additionalProperties", True) is not False:
+        between, written = rules.literal(self.between), {}
+        for key, schema in tool.properties.items():
+            found = self.found_key.match(self.key % key)
+            if found is None or found[1] != key:
+                raise GrammarError(f"{tool.name}: calls of this model cannot name {key!r}: rename it")
+            value = self._value(rules, schema, strict=tool.strict)
+            written[key] = f"{rules.literal(self.key % key)} {value} {between}"
+        more = ""
+        if (others := other_members(tool.arguments)) is not None:
             before, after = map(rules.literal, self.key.split("%s"))
-            body = f"({before} /[^<>\\n]{{1,64}}/ {after} {self._string(rules)} {between})*"
+            name = other_name(rules, '[^<>"\\n]{1,64}', written)
+            more = f"{before} {name} {after} {self._value(rules, others, strict=tool.strict)} {between}"
+        body = members_rule(rules, tool.arguments, written, more=more)
         return f"{rules.literal(self.head % tool.name)} {body} {rules.literal(self.tail)}".strip()
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
@@ -47,15 +64,25 @@ class XmlFormat(ToolFormat):
 
     def _value(self, rules: LarkRules, schema: Mapping[str, Any], *, strict: bool) -> str:
         """The grammar of an argument, with the tag that ends it."""
-        choices, close = choices_of(schema), rules.literal(self.close)
-        if choices is not None:
-            written = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
-            return f"({' | '.join(map(json.dumps, written))}) {close}"
-        if "string" not in json_types(schema):
-            return f"{json_rule(schema, strict=strict)} {close}"
-        return self._string(rules, string_pattern(schema))
+        plain, strings, others = [], [], []
+        for each in alternatives(schema):
+            types = json_types(each)
+            if (choices := choices_of(each)) is not None:
+                plain += [json.dumps(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices]
+            elif "string" not in types:
+                others.append(each)
+            elif (pattern := string_pattern(each)) == ANY_TEXT:
+                return self._string(rules)
+            else:
+                strings.append(self._string(rules, pattern))
+                others += [{**each, "type": sorted(types - {"string"})}] if types != {"string"} else []
+        if others:
+            either = {"anyOf": others, **definitions(schema)} if plain or strings else schema
+            plain.append(json_rule(either, strict=strict))
+        written = [f"({' | '.join(plain)}) {rules.literal(self.close)}"] if plain else []
+        return f"({' | '.join(written + strings)})"
 
-    def _string(self, rules: LarkRules, pattern: str = "(.|\\n)*") -> str:
+    def _string(self, rules: LarkRules, pattern: str = ANY_TEXT) -> str:
         unless = f"(.|\\n)*{escaped(self.close.strip())}(.|\\n)*"
         return rules.text_until(self.close, pattern=pattern, unless=unless)[1]
 
@@ -63,7 +90,7 @@ class XmlFormat(ToolFormat):
 def string_pattern(schema: Mapping[str, Any]) -> str:
     """Of strings of the lengths that a schema allows."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"(.|\\n){{{least},{most}}}" if least or most else "(.|\\n)*"
+    return f"(.|\\n){{{least},{most}}}" if least or most else ANY_TEXT
 
 
 def choices_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
@@ -77,25 +104,39 @@ def options_of(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
     return [option for option in options if isinstance(option, dict)] if isinstance(options, list) else None
 
 
+def alternatives(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The schemas of which a value needs to match one: the options of a choice between several, else this one."""
+    options = None if "type" in schema else options_of(schema)
+    if options is None:
+        return [schema]
+    return [resolved({**option, **definitions(schema)}) for option in options]
+
+
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALL_TYPES = frozenset({*_JSON_TYPES.values(), "null"})
 
 
 def json_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a schema allows: those behind a reference are no strings, names of no type stand for all."""
+    """The types that a schema allows: those of what is not found are no strings, names of no type stand for all."""
+    return frozenset().union(*map(_types, alternatives(schema)))
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
     if "type" in schema:
         names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         types = frozenset(name for name in _ALL_TYPES if name in names) or _ALL_TYPES
         return types | {"integer"} if "number" in types else types
+    if (choices := choices_of(schema)) is not None:
+        return frozenset(_JSON_TYPES.get(type(choice), "null") for choice in choices)
     if (options := options_of(schema)) is not None:
-        return frozenset().union(*map(json_types, options))
+        return frozenset().union(*map(_types, options))
     return _ALL_TYPES - {"string"} if {"$ref", "allOf", "properties", "items"} & schema.keys() else _ALL_TYPES
 
 
 def read_value(text: str, schema: Mapping[str, Any]) -> str:
     """The JSON of an argument that is written as `text`."""
     types, value = json_types(schema), text
-    if text not in (choices_of(schema) or ()) and types != {"string"}:
+    if not any(text in (choices_of(each) or ()) for each in alternatives(schema)) and types != {"string"}:
         try:
             read = json.loads(text)
         except ValueError:
@@ -178,8 +219,8 @@ class XmlCallParser(ToolCallParser):
     def __init__(self, layout: XmlFormat, tools: Sequence[ToolSchema]) -> None:
         super().__init__(layout)
         self._format = layout
-        self._schemas = {tool.name: tool.properties for tool in tools}
-        self._called: Mapping[str, Mapping[str, Any]] | None = None  # the open call's
+        self._schemas = {tool.name: (tool.properties, other_members(tool.arguments) or {}) for tool in tools}
+        self._called: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the open call's
         self._num_arguments = 0
         self._string: StopStrings | None = None  # finds the end of the open argument
 
@@ -193,24 +234,25 @@ class XmlCallParser(ToolCallParser):
             if head is None:
                 return False
             self._begin_call(parsed, head[1], head)
-            self._called, self._num_arguments = self._schemas.get(head[1], {}), 0
+            self._called, self._num_arguments = self._schemas.get(head[1], ({}, {})), 0
             return True
         if self._string is not None:
             return self._take_string(self._string, parsed)
-        return self._take_argument(self._called, parsed)
+        return self._take_argument(*self._called, parsed)
 
-    def _take_argument(self, schemas: Mapping[str, Any], parsed: Parsed) -> bool:
+    def _take_argument(self, schemas: Mapping[str, Any], others: Mapping[str, Any], parsed: Parsed) -> bool:
         """One argument, the beginning of a string, or the end of the call."""
         close, key = self._format.close, self._format.found_key.match(self._pending)
-        if key is not None and json_types(schemas.get(key[1], {})) == {"string"}:
+        schema = others if key is None else schemas.get(key[1], others)
+        if key is not None and json_types(schema) == {"string"}:
             self._add_argument(parsed, key[1], '"')
             self._string = StopStrings([close, close.strip()])
             self._pending = self._pending[key.end() :]
             return True
-        if key is not None and (end := self._pending.find(close.strip(), key.end())) >= 0:
+        if key is not None and (end := self._end_of_value(key.end(), schema)) >= 0:
             text = self._pending[key.end() : end]
             text = text.removesuffix("\n") if self._format.wraps else text
-            self._add_argument(parsed, key[1], read_value(text, schemas.get(key[1], {})))
+            self._add_argument(parsed, key[1], read_value(text, schema))
             self._pending = self._pending[end + len(close.strip()) :]
             return True
         if ended := self._format.found_tail.match(self._pending):
@@ -218,6 +260,14 @@ class XmlCallParser(ToolCallParser):
             self._pending, self._called = self._pending[ended.end() :], None
             return True
         return False
+
+    def _end_of_value(self, begin: int, schema: Mapping[str, Any]) -> int:
+        """-1: it is not there yet. Strings within JSON may hold the tag that ends a value."""
+        close = self._format.close.strip()
+        end = self._pending.find(close, begin)
+        while end >= 0 and "string" not in json_types(schema) and _ends_in_string(self._pending[begin:end]):
+            end = self._pending.find(close, end + 1)
+        return end
 
     def _add_argument(self, parsed: Parsed, key: str, value: str) -> None:
         self._add_arguments(parsed, f"{', ' if self._num_arguments else '{'}{json.dumps(key)}: {value}")
@@ -239,6 +289,14 @@ class XmlCallParser(ToolCallParser):
             self._add_argument(parsed, key[1], escaped_json(rest[key.end() :]))
         elif not self._num_arguments:
             self._add_arguments(parsed, "{")
+
+
+def _ends_in_string(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    return False
 
 
 def escaped_json(text: str) -> str:

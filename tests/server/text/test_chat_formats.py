@@ -592,6 +592,17 @@ def test_reasoning_that_the_prompt_began_has_to_end_before_what_is_constrained(i
         ({"enum": ["red", 3]}, "blue", False),
         ({"type": "array", "items": {"$ref": "#/$defs/n"}}, "[1, 2]", True),
         ({"type": "array", "items": {"$ref": "#/$defs/n"}}, '["a"]', False),
+        ({"$ref": "#/$defs/color", "default": "red"}, "red", True),
+        ({"allOf": [{"$ref": "#/$defs/color"}]}, "red", True),
+        ({"$ref": "#/$defs/color"}, "blue", False),
+        ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]}, "red", True),
+        ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]}, "null", True),
+        ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]}, "blue", False),
+        ({"anyOf": [{"enum": ["red"]}, {"type": "array", "items": {"$ref": "#/$defs/n"}}]}, "[1]", True),
+        ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}, "null", True),
+        ({"type": ["string", "null"], "maxLength": 3}, "null", True),
+        ({"type": ["string", "null"], "maxLength": 3}, "four", False),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "any text", True),
     ],
 )
 @pytest.mark.parametrize(
@@ -604,14 +615,15 @@ def test_reasoning_that_the_prompt_began_has_to_end_before_what_is_constrained(i
 def test_arguments_in_xml_conform_to_their_schemas(
     name: str, written: str, schema: dict[str, Any], value: str, expected: bool
 ) -> None:
-    arguments = {"type": "object", "properties": {"p": schema}, "required": ["p"], "$defs": {"n": {"type": "integer"}}}
+    definitions = {"n": {"type": "integer"}, "color": {"type": "string", "enum": ["red", "green"]}}
+    arguments = {"type": "object", "properties": {"p": schema}, "required": ["p"], "$defs": definitions}
     tools = [ToolSchema("f", arguments)]
     grammar, text = formats(name).tool_grammar(tools, "content", required=True, parallel=False), written.format(value)
     assert allowed(grammar, text, LETTERS) == expected
     if expected:
         parser = formats(name).parser(tools, "content")
         [call] = merge(parser.append(text).calls)
-        assert json.loads(call.arguments) == {"p": json.loads(read_value(value, schema))}
+        assert json.loads(call.arguments) == {"p": json.loads(read_value(value, tools[0].properties["p"]))}
 
 
 TREE = {"type": "object", "properties": {"child": {"$ref": "#/$defs/tree"}}, "additionalProperties": False}
@@ -679,10 +691,59 @@ def test_gemmas_grammar_grows_with_the_arguments_and_is_the_same_every_time() ->
         )
 
 
-def test_olmos_calls_refuse_a_name_that_could_not_be_told_from_its_value() -> None:
-    tools = [ToolSchema("f", {"type": "object", "properties": {"a=b": {"type": "integer"}}})]
-    with pytest.raises(GrammarError, match="cannot name 'a=b'"):
-        formats("olmo3").tool_grammar(tools, "content", required=True, parallel=False)
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("olmo3", "a=b"),
+        ("olmo3", "a "),
+        ("qwen3_coder", "a>b"),
+        ("minimax_m2", 'a"b'),
+        ("glm", "a<b"),
+        ("seed_oss", ""),
+    ],
+)
+def test_calls_refuse_a_name_that_would_be_read_as_another(name: str, key: str) -> None:
+    tools = [ToolSchema("f", {"type": "object", "properties": {key: {"type": "integer"}}})]
+    with pytest.raises(GrammarError, match=f"cannot name {re.escape(repr(key))}"):
+        formats(name).tool_grammar(tools, "content", required=True, parallel=False)
+
+
+@pytest.mark.parametrize("key", ["dc:title", " a", "}", "", "<b>"])
+@pytest.mark.parametrize("in_tokens", [True, False], ids=["tokens", "letters"])
+def test_gemmas_calls_quote_a_name_that_would_be_read_as_another(key: str, in_tokens: bool) -> None:
+    tokenizer, vocabulary = TOKENS if in_tokens else (LETTERS, {})
+    tools = [ToolSchema("f", {"type": "object", "properties": {key: {"type": "integer"}}, "required": [key]})]
+    grammar = formats("gemma", vocabulary).tool_grammar(tools, "content", required=True, parallel=False)
+    text = f'<|tool_call>call:f{{<|"|>{key}<|"|>:1}}<tool_call|>'
+    assert allowed(grammar, text, tokenizer)
+    assert not allowed(grammar, f"<|tool_call>call:f{{{key}:1}}<tool_call|>", tokenizer)
+    [call] = merge(formats("gemma").parser(tools, "content").append(text).calls)
+    assert json.loads(call.arguments) == {key: 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "object", "additionalProperties": {"type": "string"}}, '{k:<|"|>v<|"|>}', True),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, "{k:1}", False),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, "{k:1}", True),
+        ({"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True}, "{a:1}", False),
+        ({"allOf": [{"$ref": "#/$defs/color"}]}, '<|"|>red<|"|>', True),
+        ({"allOf": [{"$ref": "#/$defs/color"}]}, "1", False),
+        ({"type": "string", "minLength": 1}, '<|"|>a<|"|>', True),
+        ({"type": "string", "minLength": 1}, '<|"|><|"|>a<|"|>', False),
+    ],
+)
+@pytest.mark.parametrize("in_tokens", [True, False], ids=["tokens", "letters"])
+def test_gemmas_members_and_strings_conform_to_their_schemas(
+    schema: dict[str, Any], value: str, expected: bool, in_tokens: bool
+) -> None:
+    tokenizer, vocabulary = TOKENS if in_tokens else (LETTERS, {})
+    arguments = {"type": "object", "properties": {"p": schema}, "$defs": {"color": {"enum": ["red", "green"]}}}
+    grammar = formats("gemma", vocabulary).tool_grammar(
+        [ToolSchema("f", arguments)], "content", required=True, parallel=False
+    )
+    assert allowed(grammar, f"<|tool_call>call:f{{p:{value}}}<tool_call|>", tokenizer) == expected
 
 
 def test_a_function_with_free_arguments_takes_any_parameters() -> None:
@@ -696,6 +757,36 @@ def test_a_function_with_free_arguments_takes_any_parameters() -> None:
         body = "".join(f"<arg_key>{key}</arg_key><arg_value>x\n</arg_value>" for key in "ab")
         assert allowed(grammar, f"<tool_call>f{body}</tool_call>", tokenizer)
         assert not allowed(grammar, f"<tool_call>f{body}", tokenizer)
+    grammar = formats("minimax_m2").tool_grammar(tools, "content", required=True, parallel=False)
+    body = '<parameter name="a">x</parameter>\n'
+    assert allowed(grammar, f'<minimax:tool_call>\n<invoke name="f">\n{body}</invoke>\n</minimax:tool_call>', LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "number"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n{}</function>\n</tool_call>", "<parameter={}>\n{}\n</parameter>\n"),
+        ("gemma", "<|tool_call>call:f{{{}}}<tool_call|>", "{}:{}"),
+        ("olmo3", "<function_calls>f({})</function_calls>", "{}={}"),
+    ],
+)
+def test_arguments_that_a_schema_does_not_name_conform_to_the_one_of_all_others(
+    name: str, written: str, number: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
+    tools = [ToolSchema("f", schema)]
+    grammar = formats(name).tool_grammar(tools, "content", required=True, parallel=False)
+    for key, value, expected in (
+        ("a", "null", True),
+        ("other", "1", True),
+        ("other", "true", False),
+        ("a", "1", False),
+    ):
+        text = written.format(number.format(key, value))
+        assert allowed(grammar, text, LETTERS) == expected
+        if expected:
+            [call] = merge(formats(name).parser(tools, "content").append(text).calls)
+            assert json.loads(call.arguments) == {key: json.loads(value)}
 
 
 def test_tokens_of_a_format_are_kept_and_may_end_an_answer() -> None:
@@ -741,6 +832,22 @@ def test_what_templates_refuse_to_repeat_is_not_generated() -> None:
     for chosen, several in ((ChatFormats(FormatNames(), template, {}), False), (formats("llama3_json"), True)):
         grammar = chosen.tool_grammar(TOOLS, "content", required=True, parallel=True)
         assert allowed(grammar, _join("llama3_json", CALLS["llama3_json"]), LETTERS) == several
+
+
+def test_json_in_xml_may_hold_the_tag_that_ends_an_argument() -> None:
+    edits = {"type": "array", "items": {"type": "string"}}
+    tools = [ToolSchema("edit", {"type": "object", "properties": {"edits": edits, "again": {"type": "boolean"}}})]
+    value = ["<parameter=a>\n</parameter>\n", 'b"</parameter>']
+    written = f"<parameter=edits>\n{json.dumps(value)}\n</parameter>\n<parameter=again>\ntrue\n</parameter>\n"
+    text = f"<tool_call>\n<function=edit>\n{written}</function>\n</tool_call>"
+    chosen = formats("qwen3_coder")
+    assert allowed(chosen.tool_grammar(tools, "content", required=True, parallel=False), text, LETTERS)
+    for pieces in splits(text):
+        parser, whole = chosen.parser(tools, "content"), Parsed()
+        for piece in pieces:
+            whole.extend(parser.append(piece))
+        [call] = merge(whole.calls)
+        assert json.loads(call.arguments) == {"edits": value, "again": True}
 
 
 def test_strings_in_xml_are_shown_as_they_arrive() -> None:
