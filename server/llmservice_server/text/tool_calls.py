@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import unquote
 
 from llmservice_server.sampling.grammar import WHITE_SPACE, LarkRules, escaped, json_rule
 from llmservice_server.text.detokenizer import StopStrings
@@ -19,6 +20,7 @@ _PLAIN_KEYWORDS |= {"$schema", "$id", "$comment", "title", "description"}
 """Of an object's schema whose members can be written one by one."""
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$comment"}
 _DEFINITIONS = ("$defs", "definitions")
+_REFERENCE_ELSEWHERE = re.compile(r'"\$ref": "#(?="|/)(?!/(?:\$defs|definitions)/)')
 _MAX_REFERENCES = 8  # that follow each other: some refer in circles
 _BARE_TEXT = r"(\s*[^{\s](.|\n)*|\{(.|\n)*)?"
 _BARE_CALL = r"\{\s*\"name\"(.|\n)*"
@@ -80,11 +82,29 @@ def referred(reference: str, shared: Mapping[str, Any]) -> Any:
     found: Any = shared
     try:
         for part in reference.removeprefix("#/").split("/"):
-            key = part.replace("~1", "/").replace("~0", "~")
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
             found = found[int(key) if isinstance(found, list) else key]
     except (KeyError, IndexError, TypeError, ValueError):
         return None
     return found
+
+
+def arguments_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, such that it refers to nothing but definitions.
+
+    So its members can be written one by one. zod-to-json-schema refers to members where it first wrote what they have
+    in common; it and pydantic refer to a definition of the whole schema, where that has a name or refers to itself.
+    """
+    schema = {"type": "object"} | schema
+    moved, num_moved = _REFERENCE_ELSEWHERE.subn('"$ref": "#/$defs/(whole)', json.dumps(schema))
+    if num_moved:
+        schema = json.loads(moved)
+        whole = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        given = schema.get("$defs")
+        schema["$defs"] = {**(given if isinstance(given, dict) else {}), "(whole)": whole}
+    if schema["type"] != "object":
+        return schema
+    return {"type": "object"} | resolved({key: each for key, each in schema.items() if key != "type"})
 
 
 def required_members(schema: Mapping[str, Any]) -> list[str]:

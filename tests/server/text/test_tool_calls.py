@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from llguidance import LLMatcher, LLTokenizer
 from llmservice_server.sampling.grammar import LarkRules, check_grammar, lark_grammar
 from llmservice_server.text.chat_template import ChatTemplate
 from llmservice_server.text.json_calls import HERMES, LLAMA3_JSON, JsonFormat, JsonObject
-from llmservice_server.text.tool_calls import Parsed, ToolFormat, ToolSchema, merge
+from llmservice_server.text.olmo import OLMO3
+from llmservice_server.text.tool_calls import Parsed, ToolFormat, ToolSchema, arguments_schema, merge
+from llmservice_server.text.xml_calls import QWEN3_CODER
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
 TOKENIZER = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
@@ -116,6 +119,58 @@ def test_the_tiny_template_writes_calls_as_the_grammar_does() -> None:
     assert '{"name": "add"}' in rendered
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False}
+REFERRING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "to a member": (
+        {"properties": {"a": POINT, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"]},
+        {"a": {"x": 1}, "b": {"x": 2}},
+        {"a": {"x": 1}, "b": 2},
+    ),
+    "to a part of a member": (
+        {"properties": {"a": {"anyOf": [POINT, {"type": "null"}]}, "b": {"$ref": "#/properties/a/anyOf/0"}}},
+        {"a": None, "b": {"x": 2}},
+        {"b": None},
+    ),
+    "to the whole": (
+        {"properties": {"size": {"type": "integer"}, "children": {"type": "array", "items": {"$ref": "#"}}}},
+        {"size": 1, "children": [{"size": 2, "children": []}]},
+        {"size": 1, "children": [[]]},
+    ),
+    "to a definition": (
+        {"properties": {"a": {"$ref": "#/$defs/Pair%3Ca~1b%3E"}}, "$defs": {"Pair<a/b>": POINT}},
+        {"a": {"x": 2}},
+        {"a": 2},
+    ),
+    "of the whole": (
+        {"$ref": "#/definitions/Arguments", "definitions": {"Arguments": POINT}},
+        {"x": 1},
+        {"y": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERRING)
+@pytest.mark.parametrize(
+    ("layout", "call", "member"),
+    [
+        (HERMES, '{{"name": "f", "arguments": {{{}}}}}', '"{}": {},'),
+        (QWEN3_CODER, "<function=f>\n{}</function>", "<parameter={}>\n{}\n</parameter>\n"),
+        (OLMO3, "f({})", "{}={}, "),
+    ],
+)
+def test_schemas_may_refer_to_any_place_of_theirs(name: str, layout: ToolFormat, call: str, member: str) -> None:
+    given, right, wrong = REFERRING[name]
+    tools, rules = [ToolSchema("f", arguments_schema(given))], LarkRules({})
+    rule = rules.text(layout.answer(rules, tools, None, parallel=False))
+    for arguments, expected in ((right, True), (wrong, False)):
+        members = [member.format(key, json.dumps(value)) for key, value in arguments.items()]
+        text = f"{layout.trigger}{layout.start}{call.format(''.join(members).rstrip(', '))}{layout.end}"
+        assert whole(lark_grammar(rule), text) == expected
+        if expected:
+            _, parsed = _parse(layout, text, [], tools)
+            assert [json.loads(each.arguments) for each in merge(parsed.calls)] == [arguments]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -132,8 +187,8 @@ def _write(layout: JsonFormat, text: str, calls: list[tuple[str, dict[str, Any]]
     return text + begin + layout.separator.join(written) + end
 
 
-def _parse(layout: ToolFormat, text: str, cuts: list[int]) -> tuple[str, Parsed]:
-    parser = layout.parser(TOOLS)
+def _parse(layout: ToolFormat, text: str, cuts: list[int], tools: Sequence[ToolSchema] = TOOLS) -> tuple[str, Parsed]:
+    parser = layout.parser(tools)
     borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     content, calls = "", []
     for start, end in itertools.pairwise(borders):

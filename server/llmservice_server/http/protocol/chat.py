@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.base import JsonObject, LogprobsCount, Part, TokenCount, without_nulls
 from llmservice_server.http.protocol.generation import GenerationRequest, RequestedPromptLogprobs, Usage
-from llmservice_server.text.tool_calls import ToolSchema, required_members
+from llmservice_server.text.tool_calls import ToolSchema, arguments_schema, required_members
 from llmservice_server.types.errors import GrammarError
 
 
@@ -136,7 +136,7 @@ class Function(Part):
     def _arguments(self) -> dict[str, Any]:
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object"} | {key: each for key, each in self.parameters.items() if each is not None}
+        return arguments_schema({key: each for key, each in self.parameters.items() if each is not None})
 
 
 class Tool(Part):
