@@ -48,6 +48,7 @@ from llmservice_server.text.tokenizer import Tokenizer
 _Body = TypeVar("_Body", bound=GenerationRequest)
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_BYTES_PER_LOGPROB = 64
 _EVENT = {
     "type": "object",
     "properties": {"data": {"type": "string", "description": "a part of the answer as JSON, or [DONE]"}},
@@ -101,7 +102,8 @@ async def responses(body: ResponsesRequest, request: Request, state: StateDep, s
     written = ResponsesFormat(body, processor, int(time.time()), _served_name(state, processor))
     if body.stream:
         return EventStream(state, serving, processor, written)
-    return written.answer(await _outputs(request, state, serving, processor))
+    outputs = await _outputs(request, state, serving, processor)
+    return await whole(_num_logprobs(processor, outputs), lambda: written.answer(outputs))
 
 
 def _completion_prompts(body: CompletionRequest, tokenizer: Tokenizer, max_tokens: int | None) -> list[list[int]]:
@@ -163,7 +165,7 @@ async def _respond(
     body: GenerationRequest,
     processor: OutputProcessor,
     layout: Layout,
-) -> HttpResponse | BaseModel:
+) -> HttpResponse:
     model = _served_name(state, processor)
     identity = f"{layout.id_prefix}-{processor.request_id}"
     created = int(time.time())
@@ -171,8 +173,22 @@ async def _respond(
         chunk = Chunk(identity, layout.chunk, created, model)
         writer = ChunkWriter(processor, chunk, layout, body.stream_options or StreamOptions())
         return EventStream(state, serving, processor, writer)
-    outputs = await _outputs(request, state, serving, processor)
-    return layout.answer(identity, created, model, _chosen(outputs, body))
+    outputs = _chosen(await _outputs(request, state, serving, processor), body)
+    num_logprobs = _num_logprobs(processor, outputs)
+    return await whole(num_logprobs, lambda: layout.answer(identity, created, model, outputs))
+
+
+def _num_logprobs(processor: OutputProcessor, outputs: Sequence[CompletionOutput]) -> int:
+    entries = [entry for output in outputs for entry in output.logprobs]
+    entries += [entry for state in processor.states for entry in state.prompt_logprobs]
+    return sum(1 + len(entry.top) for entry in entries)
+
+
+async def whole(num_logprobs: int, answer: Callable[[], BaseModel]) -> HttpResponse:
+    """The answer as JSON. It is made and written in a thread where it has so many log-probabilities that it is long."""
+    num_bytes = num_logprobs * _BYTES_PER_LOGPROB
+    written = await run(num_bytes, lambda: answer().model_dump_json(by_alias=True))
+    return HttpResponse(written, media_type="application/json")
 
 
 def _served_name(state: ServerState, processor: OutputProcessor) -> str:

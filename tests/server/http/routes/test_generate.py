@@ -1,14 +1,22 @@
-"""Events that are written together, as those of several steps are when the client or this process is slow."""
+"""Events that are written together, as those of several steps are when the client or this process is slow.
+
+And whole answers, which must not delay the events of other requests.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+
+import pytest
+from pydantic import BaseModel
 
 from llmservice_server.http.completion_format import CompletionFormat
 from llmservice_server.http.protocol.completions import CompletionRequest
 from llmservice_server.http.protocol.generation import StreamOptions
 from llmservice_server.http.response import Chunk
-from llmservice_server.http.routes.generate import ChunkWriter
+from llmservice_server.http.routes.generate import ChunkWriter, whole
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.output_processor import OutputProcessor
 from llmservice_server.text.tokenizer import Tokenizer
@@ -31,3 +39,19 @@ def test_each_event_counts_the_tokens_up_to_it() -> None:
     events = [json.loads(line) for line in writer.events(processor.process(steps, 101.0)).split(b"data: ")[1:]]
     assert [event["usage"]["completion_tokens"] for event in events] == [*range(1, len(events) + 1)]
     assert len(events) > 1
+
+
+@pytest.mark.parametrize(("num_logprobs", "in_loop"), [(0, True), (10, True), (100_000, False)])
+def test_answer_with_many_logprobs_is_written_outside_the_event_loop(num_logprobs: int, in_loop: bool) -> None:
+    threads = []
+
+    class Answer(BaseModel):
+        id: str = "cmpl-é"
+
+    def answer() -> Answer:
+        threads.append(threading.current_thread())
+        return Answer()
+
+    response = asyncio.run(whole(num_logprobs, answer))
+    assert (response.body, response.media_type) == ('{"id":"cmpl-é"}'.encode(), "application/json")
+    assert [thread is threading.current_thread() for thread in threads] == [in_loop]
