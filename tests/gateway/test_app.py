@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 import socket
@@ -435,6 +436,14 @@ async def test_unknown_model_gets_openais_error(front: Any) -> None:
 async def test_bad_body_is_refused_in_openais_shape(front: Any, body: bytes, status: int, code: str) -> None:
     async with front.client.post(CHAT, data=body) as response:
         assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+
+
+async def test_body_of_more_values_than_can_be_read_without_delaying_others_is_refused(gateway_front: Any) -> None:
+    body = b'{"model": "", "prompt": [' + b"1," * (2**20 - 1) + b"1]}"
+    async with gateway_front(GatewayConfig()) as front:
+        for number, expected in ((0, (400, "missing_model")), (1, (413, "request_too_large"))):
+            async with front.client.post(CHAT, data=io.BytesIO(b"," * number + body)) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == expected
 
 
 async def test_unknown_path_and_wrong_method_get_openais_errors(front: Any) -> None:

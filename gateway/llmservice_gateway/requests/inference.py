@@ -35,6 +35,8 @@ LONGEST_REQUEST_ID = 128
 CLIENT_LEFT = "499"
 _DISCARDED_BYTES = 64 * 1024**2
 """Of a body that is too large: clients that are still sending when the connection is closed do not see the answer."""
+_MOST_VALUES = 2**20
+"""Of a body, by its commas. Reading more would delay all other requests, and they are more tokens than models take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,9 @@ def _computed_nothing(status: int | None) -> bool:
 
 def _parse(raw: bytes) -> dict[str, Any]:
     """The request's body; only `model` is validated here, the rest by the pod."""
+    if raw.count(b",") > _MOST_VALUES:
+        message = f"The request is too large: its body has more than {_MOST_VALUES} commas. Send less at once."
+        raise GatewayError(413, message, "request_too_large")
     try:
         payload = json.loads(raw)
     except UnicodeDecodeError:
