@@ -22,6 +22,7 @@ _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$s
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE_ELSEWHERE = re.compile(r'"\$ref": "#(?="|/)(?!/(?:\$defs|definitions)/)')
 _MAX_REFERENCES = 8  # that follow each other: some refer in circles
+_MAX_MEMBERS_BYTES = 2**20  # of the schemas of one function's members, each with the definitions that it refers to
 _BARE_TEXT = r"(\s*[^{\s](.|\n)*|\{(.|\n)*)?"
 _BARE_CALL = r"\{\s*\"name\"(.|\n)*"
 """In a format without a trigger: text, JSON too where no space precedes it, and what is taken for a call."""
@@ -42,12 +43,23 @@ class ToolSchema:
 
 
 def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The schema of each member of an object, with the definitions that it may refer to. Raises GrammarError."""
+    """The schema of each member of an object, with the definitions where it refers to them. Raises GrammarError."""
     shared = definitions(schema)
     members = {} if schema.get("properties") is None else schema["properties"]
     if not isinstance(members, dict):
         raise GrammarError("properties: expected an object with a schema for each name")
-    return {key: resolved(each | shared) if isinstance(each, dict) else shared for key, each in members.items()}
+    found = {}
+    for key, each in members.items():
+        whole = resolved(each | shared) if isinstance(each, dict) else {}
+        found[key] = {name: value for name, value in whole.items() if name not in shared}
+        if shared and '"$' in json.dumps(found[key]):
+            found[key] = whole
+    if shared and (num_bytes := len(json.dumps(found))) > _MAX_MEMBERS_BYTES:
+        raise GrammarError(
+            f"properties: each with the definitions that it refers to, they take {num_bytes} bytes, more than"
+            f" {_MAX_MEMBERS_BYTES}: give the function fewer properties, or definitions that are smaller"
+        )
+    return found
 
 
 def other_members(schema: Mapping[str, Any]) -> dict[str, Any] | None:

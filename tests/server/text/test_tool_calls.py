@@ -17,9 +17,10 @@ from llmservice_server.sampling.grammar import LarkRules, check_grammar, lark_gr
 from llmservice_server.text.chat_template import ChatTemplate
 from llmservice_server.text.json_calls import HERMES, LLAMA3_JSON, JsonFormat, JsonObject
 from llmservice_server.text.olmo import OLMO3
-from llmservice_server.text.tool_calls import Parsed, ToolFormat, ToolSchema, arguments_schema, merge
+from llmservice_server.text.tool_calls import Parsed, ToolFormat, ToolSchema, arguments_schema, merge, properties
 from llmservice_server.text.xml_calls import QWEN3_CODER
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
+from llmservice_server.types.errors import GrammarError
 
 TOKENIZER = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
 TOOLS = [
@@ -254,3 +255,15 @@ def test_the_end_of_an_object_is_found(value: dict[str, Any], behind: str) -> No
     scanner = JsonObject()
     assert (scanner.append(text + behind), scanner.rest) == (text, behind)
     assert scanner.complete
+
+
+def test_definitions_are_repeated_for_the_members_that_refer_to_them_and_within_a_bound() -> None:
+    definition = {"type": "integer", "description": "n" * 20_000}
+    definitions = {"$defs": {"n": definition}}
+    members: dict[str, Any] = {"a": {"$ref": "#/$defs/n"}, "b": {"items": {"$ref": "#/$defs/n"}}, "c": True}
+    schema = definitions | {"type": "object", "properties": members}
+    assert properties(schema) == {"a": definition, "b": members["b"] | definitions, "c": {}}
+    for number in range(100):
+        members[f"a{number}"] = members["ab"[number % 2]]
+    with pytest.raises(GrammarError, match="properties: each with the definitions that it refers to, they take"):
+        properties(schema)
