@@ -130,19 +130,19 @@ def answer_grammar(request: GenerationRequest, tokenizer: Tokenizer, prompt: Seq
     `prompt` is the first one: it shows whether the answer begins with reasoning. Raises ApiError (400) where no answer
     can be held to the grammar.
     """
-    param, grammar = "response_format", None
-    calls_tools = isinstance(request, ChatRequest) and bool(request.callable_tools)
-    if request.structured_outputs is not None:
-        param, grammar = "structured_outputs", request.structured_outputs.as_grammar()
-    elif request.answer_schema is not None:
-        grammar = json_grammar(request.answer_schema)
-    if calls_tools:
-        param = "tools"
-    elif grammar is None:
+    if not request.is_structured:
         return None
+    param = "response_format" if request.structured_outputs is None else "structured_outputs"
+    if isinstance(request, ChatRequest) and request.callable_tools:
+        param = "tools"
     if request.min_tokens > 0:
         raise invalid(f"min_tokens cannot be combined with {param}, which decides where an answer ends", "min_tokens")
+    grammar: str | None = None
     try:
+        if request.structured_outputs is not None:
+            grammar = request.structured_outputs.as_grammar()
+        elif request.answer_schema is not None:
+            grammar = json_grammar(request.answer_schema)
         if isinstance(request, ChatRequest):
             grammar = _chat_grammar(request, tokenizer, prompt, grammar)
         check_grammar(grammar or "")

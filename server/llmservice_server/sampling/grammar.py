@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from llmservice_server.sampling.intersections import check_rules, check_schema
 from llmservice_server.types.errors import GrammarError
 
 if TYPE_CHECKING:
@@ -35,13 +36,19 @@ TOO_COMPLEX = (
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of JSON that is valid under a schema."""
+    """The grammar of JSON that is valid under a schema. Raises GrammarError where that takes too much."""
     return json.dumps({"grammars": [{"json_schema": _with_options(schema, strict=True)}]})
 
 
 def lark_grammar(rules: str) -> str:
     """A grammar in llguidance's dialect of Lark; `%json` in it is followed by a schema."""
     return json.dumps({"grammars": [{"lark_grammar": "%llguidance {}\n" + rules}]})
+
+
+def clients_grammar(rules: str) -> str:
+    """Likewise of rules that a client wrote. Raises GrammarError where they take too much."""
+    check_rules(rules)
+    return lark_grammar(rules)
 
 
 def regex_grammar(pattern: str) -> str:
@@ -112,7 +119,8 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
 
 
 def _with_options(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """White space is bounded, because a model may otherwise fill a whole answer with spaces."""
+    """White space is bounded, because a model may otherwise fill a whole answer with spaces. Raises GrammarError."""
+    check_schema(schema)
     options = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
     return {**schema, "x-guidance": options if strict else {**options, "lenient": True, "coerce_one_of": True}}
 
@@ -123,7 +131,8 @@ def check_grammar(grammar: str) -> None:
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
-        raise GrammarError(" ".join(messages[0].split()))
+        reason = " ".join(messages[0].split())  # which quotes what it is about, however long that is
+        raise GrammarError(reason if len(reason) <= 400 else f"{reason[:200]} … {reason[-200:]}")
 
 
 class Grammar:

@@ -19,7 +19,7 @@ from llmservice_server.http.protocol.base import (
     TokenCount,
     TokenId,
 )
-from llmservice_server.sampling.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
+from llmservice_server.sampling.grammar import choice_grammar, clients_grammar, json_grammar, regex_grammar
 
 MAX_CHOICES = 16  # n
 MAX_SEQUENCES = 128  # prompts × n of one request
@@ -89,7 +89,7 @@ class StructuredOutputs(Part):
         if self.choice is not None:
             return choice_grammar(self.choice)
         if self.grammar is not None:
-            return lark_grammar(self.grammar)
+            return clients_grammar(self.grammar)
         return json_grammar(self.answer_schema or {})
 
 
