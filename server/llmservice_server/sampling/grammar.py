@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _REMEMBERED_GRAMMARS = 128  # clients send the same few again and again
+_REMEMBERED_LENGTH = 2**23  # of their text together; a matcher takes some 40 bytes for each character of it
 _THREADS = 4  # a grammar that takes seconds delays no other; the library releases the interpreter's lock
 _WHITE_SPACE = r"[ \t\n]{1,24}"
 WHITE_SPACE = f"(/{_WHITE_SPACE}/)?"
@@ -175,15 +176,19 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(_THREADS, "grammar")
         self._tokenizer_lock = Lock()
         self._outcomes: OrderedDict[str, Future[CompiledGrammar | GrammarError]] = OrderedDict()
+        self._length = 0  # of the grammars that are remembered
 
     def compile(self, grammar: str) -> Future[CompiledGrammar | GrammarError]:
         """The grammar, or the error that says what is wrong with it."""
-        if grammar not in self._outcomes:
-            self._outcomes[grammar] = self._threads.submit(self._outcome, grammar)
+        outcome = self._outcomes.get(grammar)
+        if outcome is None:
+            outcome = self._outcomes[grammar] = self._threads.submit(self._outcome, grammar)
+            self._length += len(grammar)
         self._outcomes.move_to_end(grammar)
-        if len(self._outcomes) > _REMEMBERED_GRAMMARS:
-            self._outcomes.popitem(last=False)
-        return self._outcomes[grammar]
+        while len(self._outcomes) > _REMEMBERED_GRAMMARS or self._length > _REMEMBERED_LENGTH:
+            oldest, _ = self._outcomes.popitem(last=False)
+            self._length -= len(oldest)
+        return outcome
 
     def _outcome(self, grammar: str) -> CompiledGrammar | GrammarError:
         try:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmservice_server.sampling.grammar import TOO_COMPLEX, GrammarCompiler, regex_grammar
+from llmservice_server.sampling.grammar import TOO_COMPLEX, GrammarCompiler, lark_grammar, regex_grammar
 from llmservice_server.tiny.model import TinyModelSpec
 from llmservice_server.types.errors import GrammarError
 
@@ -41,3 +41,14 @@ def test_only_the_latest_grammars_are_remembered(compiler: GrammarCompiler) -> N
         compiler.compile(regex_grammar(f"b{number}"))
     assert compiler.compile(regex_grammar("b129")).result(timeout=60)
     assert compiler.compile(regex_grammar("a")) is not first
+
+
+def test_fewer_are_remembered_where_they_are_long(compiler: GrammarCompiler) -> None:
+    first = compiler.compile(regex_grammar("a"))
+    comment = "x" * 2**21
+    long = [lark_grammar(f'// {number} {comment}\nstart: "a"') for number in range(4)]
+    outcomes = [compiler.compile(grammar) for grammar in long]
+    assert compiler.compile(long[3]) is outcomes[3]
+    assert compiler.compile(long[1]) is outcomes[1]
+    assert compiler.compile(regex_grammar("a")) is not first
+    assert compiler.compile(lark_grammar(f"// {comment * 5}\nstart: nowhere")).exception(timeout=60) is None
