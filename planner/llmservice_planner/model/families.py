@@ -170,7 +170,7 @@ _ALL = (
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
             "rope_theta": 150000.0,
-            "rope_scaling": {
+            "rope_parameters": {  # not `rope_scaling`, which goes before those of config.json
                 "rope_type": "yarn",
                 "factor": 32.0,
                 "beta_fast": 32.0,

@@ -144,6 +144,12 @@ def test_the_context_is_the_one_that_yarn_stretches_to(
     assert shape.max_position_embeddings == expected
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_the_context_of_gpt_oss_is_not_that_of_its_defaults(name: str) -> None:
+    config = {"model_type": "gpt_oss", "max_position_embeddings": 32768, name: {**YARN, "factor": 2.0}}
+    assert ModelShape.from_config(config).max_position_embeddings == 65536
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "dense"),
     [

@@ -52,6 +52,15 @@ def test_windows_follow_the_family(architecture: str, keys: dict[str, Any], wind
     assert parse(architecture, **keys).windows == windows
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_yarn_of_a_config_replaces_that_of_the_family(name: str) -> None:
+    assert parse("GptOss").rope.scaling["factor"] == 32.0
+    given = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+    rope = parse("GptOss", **{name: given}).rope
+    assert rope.scaling == {"factor": 2.0, "original_max_position_embeddings": 512.0}
+    assert (rope.theta, rope.truncate) == (150000.0, True)
+
+
 @pytest.mark.parametrize(
     ("architecture", "keys", "biases"),
     [
