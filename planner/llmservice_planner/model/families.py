@@ -114,7 +114,7 @@ _ALL = (
     Family("mistral", {**_MISTRAL, "sliding_window": 4096}, "MistralForCausalLM", qkv_bias=False, sliding="all"),
     Family(
         "mixtral",
-        {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2},
+        {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         "MixtralForCausalLM",
         qkv_bias=False,
         sliding="all",
@@ -169,6 +169,7 @@ _ALL = (
             "mlp_bias": True,
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
+            "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
             "rope_parameters": {  # not `rope_scaling`, which goes before those of config.json
                 "rope_type": "yarn",

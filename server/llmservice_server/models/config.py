@@ -25,7 +25,7 @@ _OPTIONAL_KEYS = {
     *("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     *("sliding_window_pattern", "rope_theta", "rope_local_base_freq", "shared_expert_intermediate_size"),
     *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
-    *("attention_bias", "rope_parameters", "torch_dtype"),
+    *("attention_bias", "rms_norm_eps", "rope_parameters", "torch_dtype"),
 }
 """Where config.json leaves one out, it has the family's default; the other sizes have to be there."""
 

@@ -53,7 +53,7 @@ class RopeConfig:
             )
         if any((one.partial_rotary_factor or 1.0) != 1.0 for one in (config, parameters)):
             raise ModelLoadError("config.json: partial_rotary_factor is not 1, which no supported model family uses")
-        numbers = parameters.model_dump(exclude_none=True, exclude={"rope_type", "type", "truncate"})
+        numbers = parameters.model_dump(exclude_none=True, exclude={"rope_type", "type", "rope_theta", "truncate"})
         scaling = {key: float(value) for key, value in numbers.items()}
         scaling.setdefault("original_max_position_embeddings", float(config.max_position_embeddings))
         rope = cls(

@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from llmservice_server.models.architectures import ARCHITECTURES
 from llmservice_server.models.config import SERVED, ModelConfig, is_own
@@ -50,6 +51,13 @@ def parse(architecture: str, **keys: Any) -> ModelConfig:
 )
 def test_windows_follow_the_family(architecture: str, keys: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert parse(architecture, **keys).windows == windows
+
+
+@pytest.mark.parametrize("architecture", SERVED)
+def test_what_a_config_leaves_out_means_what_it_means_to_transformers(architecture: str) -> None:
+    written = CONFIG_MAPPING[SERVED[architecture].name](**SHAPE).to_dict()
+    left_out = {"architectures": [architecture], **SHAPE}
+    assert ModelConfig.from_dict(left_out) == ModelConfig.from_dict({**written, **left_out})
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
