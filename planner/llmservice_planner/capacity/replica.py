@@ -187,7 +187,7 @@ def rate_of(model: LatencyModel, limits: ReplicaLimits, work: Work, num_seqs: fl
 def _largest(replica: _Replica, ttft_p99_s: float | None, itl_p99_s: float | None) -> tuple[float, CapacityLimit]:
     """The sequences that decode at once at the largest rate, and what bounds them."""
     limited_by, bound = min(replica.bounds.items(), key=lambda item: item[1])
-    if itl_p99_s is not None:
+    if itl_p99_s is not None and replica.work.output_tokens > 1:  # a single token has no time between tokens
         most = _last(lambda num_seqs: replica.itl_p99_s(num_seqs) <= itl_p99_s, bound)
         if most < bound:
             limited_by, bound = "itlTarget", most
