@@ -308,7 +308,7 @@ class _Replica:
         """
         if not num_seqs:
             return self._step_s(1)
-        mixed, arriving = self._mixed_share(num_seqs), self._arriving(num_seqs)
+        mixed, arriving = self._mixed_share(num_seqs, self._chunk(num_seqs)), self._arriving(num_seqs)
         equal_s = self._step_s(num_seqs, arriving, self._mean)
         if mixed > _MANY:
             return equal_s
@@ -320,11 +320,15 @@ class _Replica:
         return mean_s
 
     def itl_p99_s(self, num_seqs: float) -> float:
-        mixed = self._mixed_share(num_seqs)
+        """Of steps in which a sequence decodes, so that no prompt is alone."""
+        chunk = min(self._room(num_seqs), self.limits.prefill_chunk_tokens)
+        mixed = self._mixed_share(num_seqs, chunk)
         if mixed <= _TAIL:
             return self._step_s(max(1.0, num_seqs))
-        chunk = min(self._room(num_seqs), self._chunk_percentile(num_seqs, mixed))
-        return self._step_s(max(1.0, num_seqs), chunk, max(chunk, self._mean))
+        added = self._step_s(num_seqs, chunk, self._mean) / self._step_s(num_seqs) - 1
+        longer = added * self._arriving(num_seqs) / chunk
+        tokens = min(self._room(num_seqs), self._chunk_percentile(chunk, mixed, longer))
+        return self._step_s(max(1.0, num_seqs), tokens, max(tokens, self._mean))
 
     def ttft_p99_s(self, num_seqs: float, rate: float) -> float:
         """Solves P(own steps + waits > t) = 1 % over the prompts, with exponential tails of both waits."""
@@ -404,30 +408,31 @@ class _Replica:
         """Prompt tokens of a step on average."""
         return num_seqs * self._mean / self._decoded
 
-    def _mixed_share(self, num_seqs: float) -> float:
+    def _mixed_share(self, num_seqs: float, chunk: float) -> float:
         """Steps with prompt tokens, as a share; above 1 if each prompt had its own."""
-        chunk = self._chunk(num_seqs)
         return num_seqs / self._decoded * sum(max(1.0, prompt / chunk) for prompt in self._few) / len(self._few)
 
-    def _chunk_percentile(self, num_seqs: float, mixed: float) -> float:
-        """Prompt tokens of a step that 1 % of the steps exceed, of `mixed` chunks in each on average.
+    def _chunk_percentile(self, most: float, mixed: float, longer: float) -> float:
+        """Prompt tokens of a step that 1 % of the steps exceed, of `mixed` chunks in each on average, `most` in one.
 
-        While hardly any step has two chunks, a percentile of the chunks. Otherwise that of a compound Poisson process,
-        by the first terms of an expansion (Cornish & Fisher, "Moments and cumulants in the specification of
-        distributions", Revue de l'Institut International de Statistique 5(4), 1938).
+        While hardly any step has two chunks (Poisson), a percentile of the chunks. Otherwise that of their sum, by the
+        first terms of an expansion (Cornish & Fisher, "Moments and cumulants in the specification of distributions",
+        Revue de l'Institut International de Statistique 5(4), 1938). Prompts lengthen a step by the ratio `longer`, in
+        which more of them arrive: so the number of chunks is that of a linear birth and death process with immigration,
+        a negative binomial variable (Kendall, "On the generalized birth-and-death process", Annals of Mathematical
+        Statistics 19(1), 1948).
         """
-        most = self._chunk(num_seqs)
         chunks = sorted((prompt / max(1.0, prompt / most), max(1.0, prompt / most)) for prompt in self._prompts)
         passed = list(accumulate(steps for _, steps in chunks))
         share = 1 - _TAIL / min(1.0, mixed)
         single: float = chunks[min(bisect_left(passed, share * passed[-1]), len(chunks) - 1)][0]
         if 1 - math.exp(-mixed) * (1 + mixed) <= _TAIL:
             return single
-        squares, cubes = (mixed * sum(steps * pow(size, k) for size, steps in chunks) / passed[-1] for k in (2, 3))
-        mean = mixed * self._mean * len(chunks) / passed[-1]
-        deviation = math.sqrt(squares)
-        skewness = cubes / (squares * deviation)
-        return max(single, mean + deviation * (_Z99 + (_Z99 * _Z99 - 1) / 6 * skewness))
+        size, squares, cubes = (sum(steps * pow(size, k) for size, steps in chunks) / passed[-1] for k in (1, 2, 3))
+        deviation = math.sqrt(mixed * (squares + longer * size * size))
+        third = mixed * (cubes + longer * size * (3 * squares + 2 * longer * size * size))
+        skewness = third / pow(deviation, 3)
+        return max(single, mixed * size + deviation * (_Z99 + (_Z99 * _Z99 - 1) / 6 * skewness))
 
     def _prompt_s(self, num_seqs: float, prompt: float, steps: float) -> float:
         """Of the steps that compute a prompt."""

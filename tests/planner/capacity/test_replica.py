@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
@@ -55,7 +56,7 @@ limits_ = st.builds(
 works = st.builds(
     lambda prompt, output, cached: Work(prompt, output, prompt + cached + output / 2, cached),
     prompt=st.floats(1, 20_000),
-    output=st.floats(1, 4000),
+    output=st.just(1.0) | st.floats(2, 4000),  # no traffic's mean is between
     cached=st.floats(0, 4000),
 )
 targets = st.none() | st.floats(1e-3, 10)
@@ -209,9 +210,22 @@ def test_a_full_replica_finishes_nearly_what_the_formulas_say(limits: ReplicaLim
     assert 0.93 < tokens / (last_s * 3 / 4) / full.output_tokens_per_s < 1.02
 
 
-def simulate(limits: ReplicaLimits, rate: float, count: int) -> OperatingPoint:
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [2.0, 10.0])
+@pytest.mark.parametrize("output_tokens", [2, 9, 20])
+def test_a_gap_of_short_answers_has_chunks_and_no_whole_prompt(output_tokens: int, rate: float) -> None:
+    """Few sequences decode at once, but where one does, no prompt is alone."""
+    lengths = [(prompt_tokens, output_tokens) for prompt_tokens in (1000, 2000, 3000)]
+    found = operating_point(MODEL, LIMITS, Work.of(lengths), rate)
+    assert found is not None
+    assert found.itl_p99_s == pytest.approx(simulate(LIMITS, rate, 1500, lengths).itl_p99_s, rel=0.25)
+
+
+def simulate(
+    limits: ReplicaLimits, rate: float, count: int, lengths: Sequence[tuple[int, int]] = tuple(LENGTHS)
+) -> OperatingPoint:
     """The real scheduler, step by step; the cache is never full."""
-    found = run(replace(limits, kv_tokens=16 * 200_000), rate, count)
+    found = run(replace(limits, kv_tokens=16 * 200_000), rate, count, lengths)
     assert found.outcomes["finished"] == count
     decoding_s = sum(each.last_token_s - (each.first_token_s or 0.0) for each in found.requests)
     itl_p99_s, ttft_p99_s = found.gaps.percentile(0.99), found.ttft_s(0.99)
@@ -225,10 +239,10 @@ def simulate(limits: ReplicaLimits, rate: float, count: int) -> OperatingPoint:
     )
 
 
-def run(limits: ReplicaLimits, rate: float, count: int) -> Outcome:
+def run(limits: ReplicaLimits, rate: float, count: int, lengths: Sequence[tuple[int, int]] = tuple(LENGTHS)) -> Outcome:
     rng = random.Random(1)  # noqa: S311 - traffic, not secrets
     times = itertools.accumulate(rng.expovariate(rate) for _ in range(count))
-    trace = [TraceRequest(time, *rng.choice(LENGTHS)) for time in times]
+    trace = [TraceRequest(time, *rng.choice(lengths)) for time in times]
     replica = ReplicaConfig(
         latency=MODEL,
         scheduler=SchedulerConfig(
@@ -267,6 +281,7 @@ def test_rate_is_within_every_bound(
 
 
 @settings(deadline=None)
+@example(MODEL, replace(LIMITS, max_num_seqs=64), Work(2000, 2, 2001), None, 0.012, "output")
 @given(models, limits_, works, targets, targets, st.sampled_from(["prompt", "output", "cached", "ttft", "itl"]))
 def test_rate_falls_with_longer_requests_and_tighter_targets(
     model: LatencyModel, limits: ReplicaLimits, work: Work, ttft: float | None, itl: float | None, harder: str
