@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-from itertools import groupby
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 gc.disable()  # until all test modules are imported: most objects that imports make stay
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers share few cores; read when torch is imported
@@ -26,8 +27,6 @@ LONGEST = (
     TESTS / "server",
 )
 """What takes longest comes first: short files fill the workers best at the end."""
-FILES_BETWEEN = 9
-"""Other files between two of `e2e`, which mostly wait: all at once they leave the cores idle."""
 PROCESSES = {"server", "start_server", "shared_server"}
 """Fixtures that start a server of its own process."""
 
@@ -45,19 +44,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """So that no core is idle from the first test to the last. Reorders files, never what is in one."""
     if config.getoption("--fast"):
         slow = [item for item in items if item.get_closest_marker("slow") or not PROCESSES.isdisjoint(_fixtures(item))]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
-    items.sort(key=lambda item: item.path)
-    files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
-    waiting = [tests for tests in files if tests[0].path.is_relative_to(E2E)]
-    others = [tests for tests in files if not tests[0].path.is_relative_to(E2E)]
-    others.sort(key=lambda tests: [not tests[0].path.is_relative_to(longest) for longest in LONGEST])
-    for number, tests in enumerate(waiting):
-        others.insert(number * (FILES_BETWEEN + 1), tests)
-    items[:] = [item for tests in others for item in tests]
+    items.sort(key=lambda item: ([not item.path.is_relative_to(longest) for longest in LONGEST], item.path))
+
+
+class _Scheduler(LoadFileScheduling):
+    """Two workers run what computes, the others first `e2e`, which mostly waits: so two cores are never idle."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        waits = node in self.nodes[2:]
+        if file := next((file for file in self.workqueue if file.startswith(f"{E2E.name}/") == waits), None):
+            self.workqueue.move_to_end(file, last=False)
+        super()._assign_work_unit(node)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _Scheduler | None:
+    return _Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
