@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from llmservice_server.types.errors import GrammarError
@@ -39,7 +39,7 @@ def check_rules(rules: str) -> None:
 def check_schema(schema: Mapping[str, Any]) -> None:
     """Raises GrammarError for a JSON schema under which a text must match too many patterns at once."""
     try:
-        _check(_Combinations(schema).of(schema))
+        _check(max(_Combinations(schema).of(schema)))
     except RecursionError:
         raise GrammarError("the schema is nested too deeply") from None
 
@@ -49,36 +49,56 @@ def _check(logarithm: float) -> None:
         raise GrammarError("one text must match too many patterns at once: join them into one, or leave some out")
 
 
-class _Combinations:
-    """Logarithms of bounds on the combinations of parts that one text within a value must match."""
+class _Bound(NamedTuple):
+    """Logarithms of bounds on the combinations of parts that a text must match."""
 
+    text: float = 0.0  # that one text within a value must match
+    compared: float = 0.0  # where two options of a oneOf are compared, whatever holds for both beside them included
+
+
+def _either(bounds: Iterable[_Bound]) -> _Bound:
+    texts, compared = zip(_Bound(), *bounds, strict=True)
+    return _Bound(max(texts), max(compared))
+
+
+def _together(bounds: Sequence[_Bound]) -> _Bound:
+    text = sum(each.text for each in bounds)
+    compared = (each.compared + 2 * (text - each.text) for each in bounds if each.compared)
+    return _Bound(text, max(compared, default=0.0))
+
+
+class _Combinations:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._known: dict[int, float] = {}
+        self._known: dict[int, _Bound] = {}
 
-    def of(self, part: Any) -> float:
+    def of(self, part: Any) -> _Bound:
         if isinstance(part, list):
-            return max(map(self.of, part), default=0.0)
+            return _either(map(self.of, part))
         if not isinstance(part, Mapping):
-            return 0.0
+            return _Bound()
         if id(part) not in self._known:
-            self._known[id(part)] = 0.0  # while it is computed, which may lead back here
-            applied = (self._of_keyword(*item) for item in part.items() if item[0] not in _NOT_APPLIED)
-            self._known[id(part)] = sum(applied)
+            self._known[id(part)] = _Bound()  # while it is computed, which may lead back here
+            applied = [self._of_keyword(*item) for item in part.items() if item[0] not in _NOT_APPLIED]
+            self._known[id(part)] = _together(applied)
         return self._known[id(part)]
 
-    def _of_keyword(self, keyword: str, value: Any) -> float:
+    def _of_keyword(self, keyword: str, value: Any) -> _Bound:
         if isinstance(value, str):
-            return self._of_reference(value) if keyword == "$ref" else _of_text(keyword, value)
-        if isinstance(value, list) and keyword in ("allOf", "oneOf"):  # the options of oneOf are compared two by two
-            return sum(sorted(map(self.of, value))[-2 if keyword == "oneOf" else 0 :])
+            return self._of_reference(value) if keyword == "$ref" else _Bound(_of_text(keyword, value))
+        if isinstance(value, list) and keyword in ("allOf", "oneOf"):
+            options = list(map(self.of, value))
+            if keyword == "allOf":
+                return _together(options)
+            two = sum(sorted(each.text for each in options)[-2:])  # an option within an option is one of all
+            return _either([*options, _Bound(compared=two)])
         if isinstance(value, dict) and keyword in ("properties", "patternProperties"):
             names = value if keyword == "patternProperties" else ()  # which are compared two by two
             compared = sorted(_of_text("pattern", name) for name in names)[-2:]
-            return self.of(list(value.values())) + sum(compared)
+            return _together([self.of(list(value.values())), _Bound(sum(compared))])
         return self.of(value)
 
-    def _of_reference(self, reference: str) -> float:
+    def _of_reference(self, reference: str) -> _Bound:
         if reference == "#" or reference.startswith("#/"):
             with suppress(LookupError, TypeError, ValueError):
                 target: Any = self._root
@@ -86,7 +106,7 @@ class _Combinations:
                     key = name.replace("~1", "/").replace("~0", "~")
                     target = target[int(key)] if isinstance(target, list) else target[key]
                 return self.of(target)
-        return _of_all(self._root)  # a name, which any part of the schema may have
+        return _Bound(_of_all(self._root))  # a name, which any part of the schema may have
 
 
 def _of_all(part: Any) -> float:

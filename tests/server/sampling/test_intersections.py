@@ -12,6 +12,13 @@ from llmservice_server.types.errors import GrammarError
 
 PATTERNS = [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(30)]
 """llguidance lists all combinations of their parts: more than 2 ** 30."""
+UNIONS = [
+    {"oneOf": [{"oneOf": [
+        {"type": "object", "required": ["kind"], "properties": {
+            "kind": {"const": kind + letter + digit}, "at": {"type": "string", "format": "date-time"}}}
+        for digit in "12"]} for letter in "ab"]} for kind in "xy"
+]  # fmt: skip
+"""Unions that one member tells apart, as pydantic nests them."""
 INTERSECTED = " & ".join(f"/(.|\\n)*a.{{{count}}}b(.|\\n)*/" for count in range(30))
 
 
@@ -25,6 +32,7 @@ INTERSECTED = " & ".join(f"/(.|\\n)*a.{{{count}}}b(.|\\n)*/" for count in range(
         {"allOf": [{"$ref": f"#n{number}"} for number in range(30)],
          "$defs": {str(number): each | {"$anchor": f"n{number}"} for number, each in enumerate(PATTERNS)}},
         {"anyOf": [{"allOf": PATTERNS[:15]}], "items": {}, "allOf": PATTERNS[15:]},
+        {"allOf": [*PATTERNS[:8], {"oneOf": [{"allOf": PATTERNS[8:12]}, {"allOf": PATTERNS[12:]}]}]},
     ],
 )  # fmt: skip
 def test_schema_is_refused_where_a_text_must_match_too_many_patterns_at_once(schema: dict[str, Any]) -> None:
@@ -42,6 +50,7 @@ def test_schema_is_refused_where_a_text_must_match_too_many_patterns_at_once(sch
                    for number, each in enumerate(PATTERNS[:4])]},
         {"type": "object", "properties": {each["pattern"]: each for each in PATTERNS}},
         {"anyOf": PATTERNS},
+        {"oneOf": UNIONS},
         {"$defs": {"list": {"type": "object", "properties": {"next": {"$ref": "#/$defs/list"}, "of": PATTERNS[0]}}},
          "$ref": "#/$defs/list"},
     ],
