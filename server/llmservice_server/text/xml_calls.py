@@ -88,9 +88,20 @@ class XmlFormat(ToolFormat):
 
 
 def string_pattern(schema: Mapping[str, Any]) -> str:
-    """Of strings of the lengths that a schema allows."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"(.|\\n){{{least},{most}}}" if least or most else ANY_TEXT
+    """Of strings of the lengths that a schema allows. Raises GrammarError."""
+    least, most = _length(schema, "minLength") or 0, _length(schema, "maxLength")
+    if not least and most is None:
+        return ANY_TEXT
+    return f"(.|\\n){{{least},{'' if most is None else most}}}"
+
+
+def _length(schema: Mapping[str, Any], keyword: str) -> int | None:
+    length = schema.get(keyword)
+    if length is None:
+        return None
+    if isinstance(length, bool) or not isinstance(length, int | float) or length < 0 or length % 1:
+        raise GrammarError(f"{keyword}: expected a whole number that is not negative")
+    return int(length)
 
 
 def choices_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:

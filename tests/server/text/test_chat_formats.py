@@ -587,6 +587,8 @@ def test_reasoning_that_the_prompt_began_has_to_end_before_what_is_constrained(i
     [
         ({"type": "string"}, "free\n</text> [1]", True),
         ({"type": "string", "maxLength": 3}, "four", False),
+        ({"type": "string", "maxLength": 0}, "four", False),
+        ({"type": "string", "minLength": 4.0, "maxLength": None}, "four", True),
         ({"enum": ["red", 3]}, "red", True),
         ({"enum": ["red", 3]}, "3", True),
         ({"enum": ["red", 3]}, "blue", False),
