@@ -48,17 +48,21 @@ def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     members = {} if schema.get("properties") is None else schema["properties"]
     if not isinstance(members, dict):
         raise GrammarError("properties: expected an object with a schema for each name")
-    found = {}
+    found, num_bytes, num_shared = {}, 0, len(json.dumps(shared)) if shared else 0
     for key, each in members.items():
         whole = resolved(each | shared) if isinstance(each, dict) else {}
         found[key] = {name: value for name, value in whole.items() if name not in shared}
-        if shared and '"$' in json.dumps(found[key]):
-            found[key] = whole
-    if shared and (num_bytes := len(json.dumps(found))) > _MAX_MEMBERS_BYTES:
-        raise GrammarError(
-            f"properties: each with the definitions that it refers to, they take {num_bytes} bytes, more than"
-            f" {_MAX_MEMBERS_BYTES}: give the function fewer properties, or definitions that are smaller"
-        )
+        if shared:
+            written = json.dumps(found[key])
+            num_bytes += len(written)
+            if '"$' in written:
+                found[key] = whole
+                num_bytes += num_shared
+        if num_bytes > _MAX_MEMBERS_BYTES:
+            raise GrammarError(
+                f"properties: each with the definitions that it refers to, they take more than {_MAX_MEMBERS_BYTES}"
+                " bytes: give the function fewer properties, or definitions that are smaller"
+            )
     return found
 
 
@@ -72,6 +76,10 @@ def other_members(schema: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: schema[name] for name in _DEFINITIONS if name in schema}
+
+
+def without_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name not in _DEFINITIONS}
 
 
 def resolved(schema: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +119,7 @@ def arguments_schema(schema: dict[str, Any]) -> dict[str, Any]:
     moved, num_moved = _REFERENCE_ELSEWHERE.subn('"$ref": "#/$defs/(whole)', json.dumps(schema))
     if num_moved:
         schema = json.loads(moved)
-        whole = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        whole = without_definitions(schema)
         given = schema.get("$defs")
         schema["$defs"] = {**(given if isinstance(given, dict) else {}), "(whole)": whole}
     if schema["type"] != "object":

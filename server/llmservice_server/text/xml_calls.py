@@ -20,6 +20,7 @@ from llmservice_server.text.tool_calls import (
     other_members,
     other_name,
     resolved,
+    without_definitions,
 )
 from llmservice_server.types.errors import GrammarError
 
@@ -77,7 +78,8 @@ class XmlFormat(ToolFormat):
                 strings.append(self._string(rules, pattern))
                 others += [{**each, "type": sorted(types - {"string"})}] if types != {"string"} else []
         if others:
-            either = {"anyOf": others, **definitions(schema)} if plain or strings else schema
+            options = [without_definitions(each) for each in others]
+            either = {"anyOf": options, **definitions(schema)} if plain or strings else schema
             plain.append(json_rule(either, strict=strict))
         written = [f"({' | '.join(plain)}) {rules.literal(self.close)}"] if plain else []
         return f"({' | '.join(written + strings)})"

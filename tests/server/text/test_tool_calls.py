@@ -267,3 +267,12 @@ def test_definitions_are_repeated_for_the_members_that_refer_to_them_and_within_
         members[f"a{number}"] = members["ab"[number % 2]]
     with pytest.raises(GrammarError, match="properties: each with the definitions that it refers to, they take"):
         properties(schema)
+
+
+def test_definitions_are_written_once_for_the_options_of_a_member() -> None:
+    numbers = {"type": "array", "items": {"$ref": "#/$defs/n"}}
+    options = [{"type": "string", "maxLength": 3}, {"type": "integer"}, numbers]
+    definitions = {"n": {"type": "integer", "description": "n" * 1000}}
+    schema = {"type": "object", "properties": {"p": {"anyOf": options}}, "$defs": definitions}
+    rules = LarkRules({})
+    assert rules.text(QWEN3_CODER.call(rules, ToolSchema("f", schema))).count("n" * 1000) == 1
