@@ -40,7 +40,8 @@ CASES: list[_Param] = [
 ]
 GENERATED = [case for case in CASES if case[2] == "own" or case[1] in OTHERS.values()]
 """Logits alone compare a family of ours that transformers computes, but for `make test-soak`."""
-CROWDED = [case for case in CASES if case[2] == "own" or case[1].settings.get("sliding_window")]
+_SLIDES = {"sliding_window", "attention_chunk_size"}
+CROWDED = [case for case in CASES if case[2] == "own" or not _SLIDES.isdisjoint(case[1].settings)]
 """In a crowd, models of transformers differ by the windows of their blocks alone. `make test-soak` has all."""
 
 

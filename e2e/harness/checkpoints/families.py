@@ -253,6 +253,18 @@ OTHERS = {
     ),
     "sarvam-mla, latent attention": Family("sarvam_mla", LATENT),
     "apertus-1.5": Family("apertus1p5_text", PADDING),
+    "llama4, chunks, and queries that grow with the position": Family(
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "moe_layers": [0, 1, 3],
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 32,
+            "floor_scale": 24,
+        },
+    ),
 }
 
 

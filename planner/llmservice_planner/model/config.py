@@ -263,7 +263,13 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
         found["num_key_value_heads"] = attention.get("kv_n_heads")
     if text.get("layer_types") is None:
         found["layer_types"] = _layer_types(text)
-    layer_types = found["layer_types"]
+    if text.get("attention_chunk_size") is not None:
+        found["sliding_window"] = text[
+            "attention_chunk_size"
+        ]  # what is behind a chunk is given back as behind a window
+    if isinstance(layer_types := found["layer_types"], list):
+        layer_types = ["sliding_attention" if each == "chunked_attention" else each for each in layer_types]
+        found["layer_types"] = layer_types
     kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
     kinds -= {"full_attention", "sliding_attention", "attention"}  # the last one is Granite 4's name of the first
     missing = [key for key in UNKNOWN_KEYS if found[key] is None]
@@ -278,11 +284,13 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str] | None:
-    """By the keys of MiMo-V2 and of Cohere 2; None where there are none."""
+    """By the keys of MiMo-V2, Cohere 2 and Llama 4; None where there are none."""
     slides, pattern, layers = (
         text.get(key) for key in ("hybrid_layer_pattern", "sliding_window_pattern", "num_hidden_layers")
     )
-    if _is_small_count(pattern) and _is_small_count(layers):
+    if text.get("attention_chunk_size") is not None:
+        slides, pattern = text.get("no_rope_layers") or None, text.get("no_rope_layer_interval", 4)
+    if slides is None and _is_small_count(pattern) and _is_small_count(layers):
         slides = [(layer + 1) % pattern != 0 for layer in range(layers)]
     return ["sliding_attention" if each else "full_attention" for each in slides] if isinstance(slides, list) else None
 

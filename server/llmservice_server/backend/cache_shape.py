@@ -44,6 +44,10 @@ class CausalShape(Protocol):
     @property
     def windows(self) -> tuple[int | None, ...]: ...
     @property
+    def in_chunks(self) -> bool:
+        """Whether a query sees the tokens of its own chunk alone, in the place of those in a window."""
+
+    @property
     def softcap(self) -> float | None: ...
     @property
     def has_sinks(self) -> bool: ...
@@ -73,6 +77,7 @@ class KVCacheShape:
     windows: tuple[int | None, ...]  # one per layer
     block_size: int
     dtype: torch.dtype
+    in_chunks: bool = False  # a layer's window is the size of the chunks outside of which a query sees nothing
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     has_sinks: bool = False  # each head, at least of some layers, has a score of no value that the softmax counts
     sliding_heads: Heads | None = None  # of the layers with a window, where they differ from the others
@@ -89,6 +94,7 @@ class KVCacheShape:
             windows=config.windows,
             block_size=block_size,
             dtype=dtype,
+            in_chunks=config.in_chunks,
             softcap=config.softcap,
             has_sinks=config.has_sinks,
             sliding_heads=config.sliding_heads,
@@ -109,7 +115,7 @@ class KVCacheShape:
 
     def with_heads(self, heads: Heads, windows: Sequence[int | None]) -> Self:
         """Of layers that have keys and values of their own, and the same heads."""
-        return replace(self, **heads._asdict(), windows=tuple(windows), sliding_heads=None, sources=())
+        return replace(self, **heads._asdict(), windows=tuple(windows), sliding_heads=None, sources=(), in_chunks=False)
 
     def kinds(self) -> list[Self]:
         """For each kind of heads, a shape with each of its windows once."""
@@ -120,8 +126,8 @@ class KVCacheShape:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have keys and values of their own, of one size."""
-        return self.sliding_heads is None and not self.sources
+        """Whether all layers have keys and values of their own, of one size, and none sees chunks."""
+        return self.sliding_heads is None and not self.sources and not self.in_chunks
 
     def source(self, layer: int) -> int:
         """The layer whose keys and values it sees."""

@@ -96,6 +96,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None  # of layers with a window; None: as all others
 
     implementation: ClassVar[ModelCode] = "own"
+    in_chunks: ClassVar[bool] = False
     sliding_heads: ClassVar[None] = None
     sources: ClassVar[tuple[int, ...]] = ()
     is_latent: ClassVar[bool] = False

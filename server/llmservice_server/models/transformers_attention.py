@@ -21,6 +21,8 @@ NAME = "llmservice_paged"
 
 attend_of_pass: ContextVar[Attend | list[Call]] = ContextVar("attend")
 """Of the forward pass that this thread computes; while a model is examined, the calls of its layers."""
+positions_of_pass: ContextVar[torch.Tensor] = ContextVar("positions")
+"""Of its tokens, `[num_tokens]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Call:
     value_dim: int
     is_causal: bool
     window: int | None
+    in_chunks: bool  # its window is a chunk's size
     settings: Mapping[str, Any]
 
 
@@ -61,6 +64,7 @@ def attention(
                 value_dim=value.shape[-1],
                 is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
                 window=settings.get("sliding_window") if attention_mask is None else _window_of(attention_mask),
+                in_chunks=attention_mask is not None and attention_mask.shape[-2] == CHUNKS,
                 settings={name: each for name, each in settings.items() if each is not None and each is not False},
             )
         )
@@ -70,6 +74,8 @@ def attention(
         plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
         query = torch.cat((module.kv_b_proj.to_latents(plain), rotated), dim=-1)
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
+    if (scale_of := getattr(module, "query_scale", None)) is not None:
+        queries = (queries * scale_of(positions_of_pass.get())).to(query.dtype)
     head_dim, value_dim, scaling = query.shape[-1], value.shape[-1], settings.get("scaling")
     factor = 1.0 if scaling is None else scaling * head_dim**0.5
     if abs(factor - 1.0) > 1e-6:
@@ -143,8 +149,14 @@ def pass_latents(model: Any) -> list[LatentExpansion]:
     return expansions
 
 
+CHUNKS = 2
+
+
 class Mask(torch.Tensor):
-    """A mask that is causal within the window `shape[-1]`; 0: without one. What a model computes of it is none."""
+    """A mask that is causal within the window `shape[-1]`; 0: without one. What a model computes of it is none.
+
+    Of layers that see chunks of this size instead, `shape[-2]` is CHUNKS.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -27,7 +27,15 @@ from llmservice_planner.model.quantization import QuantizationConfig
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.models.config import SERVED, quantization_of
 from llmservice_server.models.rope import yarn_attention_factor
-from llmservice_server.models.transformers_attention import NAME, Call, Mask, attend_of_pass, attention, pass_latents
+from llmservice_server.models.transformers_attention import (
+    CHUNKS,
+    NAME,
+    Call,
+    Mask,
+    attend_of_pass,
+    attention,
+    pass_latents,
+)
 from llmservice_server.types.checkpoint_config import read_model_config
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import ModelCode
@@ -39,7 +47,7 @@ _FAR = 2**40
 """A position beyond every window."""
 _UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "layer_idx"}
-_LAYER_KINDS = {"full_attention", "sliding_attention"}
+_LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _GROWING_ROPE = {"dynamic", "longrope"}
 _META_TENSOR = re.compile(r"meta tensor|register_meta", re.IGNORECASE)
 """In torch's errors of code that reads numbers of a tensor without memory."""
@@ -61,6 +69,7 @@ class TransformersConfig:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    in_chunks: bool
     softcap: float | None
     has_sinks: bool
     max_context: int
@@ -112,6 +121,7 @@ def examine(folder: Path) -> TransformersConfig:
         mlp_width=2 * (max(widest) if isinstance(widest, list) else widest),
         **heads._asdict(),
         windows=tuple(call.window for call in calls),
+        in_chunks=any(call.in_chunks for call in calls),
         softcap=softcaps.pop(),
         has_sinks=any("s_aux" in call.settings for call in calls),
         max_context=_max_context(text, name),
@@ -299,11 +309,16 @@ def _dtype(config: Any, text: Any) -> str | None:
     return None if dtype is None else str(dtype)
 
 
-def _mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> torch.Tensor:
+def _mask(
+    *_: Any, mask_function: Callable[..., torch.Tensor], config: Any, local_size: int | None = None, **__: Any
+) -> torch.Tensor:
     """The mask function of `_EXAMINED`: a `Mask`, or a tensor where it is not one.
 
-    `mask_function` says which keys a query sees; transformers' own masks are built from it.
+    `mask_function` says which keys a query sees; transformers' own masks are built from it. That of chunks counts from
+    the end of the padding, of which there is none, but which is not known here.
     """
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        return torch.empty(1, 1, CHUNKS, local_size, device="meta").as_subclass(Mask)
     windows = {_seen(mask_function, query) for query in (_FAR, _FAR + 12345)}  # in chunks it sees another number
     window = windows.pop()
     mask = torch.empty(1, 1, 1, window or 0, device="meta")

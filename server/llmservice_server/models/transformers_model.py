@@ -26,7 +26,8 @@ from llmservice_server.backend.base import Attend, PlainMatrix, RowFactors, no_c
 from llmservice_server.backend.experts import Experts, Mixture
 from llmservice_server.backend.layers import Activation, LayerOps, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
-from llmservice_server.models.transformers_attention import NAME, attend_of_pass, pass_latents
+from llmservice_server.models.llama4 import adapt_llama4
+from llmservice_server.models.transformers_attention import NAME, attend_of_pass, pass_latents, positions_of_pass
 from llmservice_server.models.transformers_config import TransformersConfig, fix_long_rope, one_line, read_configs
 from llmservice_server.models.weights import SUPERFLUOUS
 from llmservice_server.types.errors import ModelLoadError
@@ -156,6 +157,7 @@ class TransformersModel:
         self.dtype = dtype
         self.device = device
         self.ops: LayerOps = TorchLayerOps()
+        adapt_llama4(model)
         self._plain: list[PlainMatrix] = [*pass_latents(model), *_routers_of(model)]
         _drop_masks(model)
         head = model.get_output_embeddings()
@@ -166,11 +168,12 @@ class TransformersModel:
         self._replace(model, lambda _, weight, bias: TorchLinear(weight.contiguous(), bias), products)
         last = products.pop(id(head), None)
         self._products = [*products.values(), *([] if last is None else [last])]
-        self._decoder = model.base_model
+        prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # Llama 4's is wrong
+        self._decoder = getattr(model, prefix)
         self.modules = self._modules(model)
         self.renamed = renamed_module(model)
         self._given = _Given()
-        setattr(model, model.base_model_prefix, self._given)
+        setattr(model, prefix, self._given)
         self._head_only = model
 
     def _replace(self, model: torch.nn.Module, linear_of: LinearOf, products: dict[int, _Product]) -> None:
@@ -230,6 +233,7 @@ class TransformersModel:
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The states after the last norm; otherwise as `Model.forward`."""
         token = attend_of_pass.set(attend)
+        positions_of_pass.set(positions)
         try:
             output = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         finally:
@@ -300,6 +304,7 @@ def without_memory(folder: Path) -> Any:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     with torch.device("meta"):
         model = model_class._from_config(text)
+    adapt_llama4(model)
     pass_latents(model)
     return model
 
@@ -371,8 +376,8 @@ def _gate_of(module: Any) -> Activation | None:
 
     transformers has all experts in one tensor, and attributes that describe it.
     """
-    kind = tuple(getattr(module, name, None) for name in ("has_gate", "is_concatenated", "is_transposed"))
-    if kind != (True, True, False) or getattr(module, "has_post_expert_norm", False):
+    kind = tuple(getattr(module, name, None) for name in ("has_gate", "is_concatenated"))
+    if kind != (True, True) or getattr(module, "has_post_expert_norm", False):
         return None
     for activation in _GATES:
         expected = TorchLayerOps().gated(_GATE_PROBE[None].clone(), activation)
@@ -389,6 +394,7 @@ def _experts_of(
     found: list[list[Linear | None]] = []
     for stack, parts in _STACKS.items():
         weights, biases = getattr(module, stack).data, getattr(module, f"{stack}_bias") if module.has_bias else None
+        weights = weights.transpose(1, 2) if module.is_transposed else weights
         dense.append([TorchLinear(weight, None if biases is None else biases[at]) for at, weight in enumerate(weights)])
         names = ([f"{name}.{expert}.{part}" for part in parts] for expert in range(len(weights)))
         found.append([linear_of(each, at.weight, at.bias) for each, at in zip(names, dense[-1], strict=True)])

@@ -17,7 +17,7 @@ class PaddedAttention:
     """Implements `Attend` for `num_sequences` rows of `length` tokens, padded at their end.
 
     A query sees only what comes before it, so padding at the end needs no mask: no real token ever sees it. `windows`
-    holds each layer's sliding window, or None.
+    holds each layer's sliding window, or the size of the chunks that it sees (`in_chunks`), or None.
     """
 
     def __init__(
@@ -27,11 +27,13 @@ class PaddedAttention:
         windows: Sequence[int | None],
         device: torch.device,
         softcap: float | None = None,
+        *,
+        in_chunks: bool = False,
     ) -> None:
         self._rows = (num_sequences, length)
         self._softcap = softcap
         self._masks: dict[int | None, torch.Tensor] = {
-            window: _mask(length, length, window, device)
+            window: _mask(length, length, window, device, in_chunks=in_chunks)
             for window in {*windows}
             if window is not None and window < length
         }
@@ -48,8 +50,10 @@ class PaddedAttention:
 class PiecewiseAttention:
     """Implements `Attend` for one sequence of which each layer is computed some tokens at a time, in their order."""
 
-    def __init__(self, windows: Sequence[int | None], softcap: float | None = None) -> None:
+    def __init__(self, windows: Sequence[int | None], softcap: float | None = None, *, in_chunks: bool = False) -> None:
+        """Otherwise as `PaddedAttention`."""
         self._windows = windows
+        self._in_chunks = in_chunks
         self._softcap = softcap
         self._layer = -1
         self._stored: list[torch.Tensor] = []  # keys and values of the layer's tokens so far
@@ -61,7 +65,7 @@ class PiecewiseAttention:
             self._layer, self._stored = layer, []
         self._stored.append(key_value)
         seen = torch.cat(self._stored)
-        mask = _mask(len(query), len(seen), self._windows[layer], seen.device)
+        mask = _mask(len(query), len(seen), self._windows[layer], seen.device, in_chunks=self._in_chunks)
         return _attended(query[None], seen[None], mask, self._softcap, sinks)
 
 
@@ -88,10 +92,15 @@ def _attended(
     return answer.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device, *, in_chunks: bool = False
+) -> torch.Tensor:
     """True where a query may see a key, `[num_queries, num_keys]`; the queries are those of the last keys."""
     places = torch.arange(num_keys, device=device)
-    distance = places[num_keys - num_queries :, None] - places
+    queries = places[num_keys - num_queries :, None]
+    distance = queries - places
+    if in_chunks and window is not None:
+        return (distance >= 0) & (queries // window == places // window)
     return (distance >= 0) & (distance < (num_keys if window is None else window))
 
 
@@ -142,10 +151,11 @@ class EmbeddingModel:
         """Yields None after each layer, or of a single input after `rows` tokens of one; then what `embed` returns."""
         model, longest = self._model, max(map(len, inputs))
         padded = [[*ids, *([0] * (longest - len(ids)))] for ids in inputs]
-        windows, softcap = model.config.windows, model.config.softcap
-        attend: Attend = PiecewiseAttention(windows, softcap)
+        windows, softcap, in_chunks = model.config.windows, model.config.softcap, model.config.in_chunks
+        attend: Attend = PiecewiseAttention(windows, softcap, in_chunks=in_chunks)
         if rows is None or len(inputs) > 1:
-            rows, attend = None, PaddedAttention(len(inputs), longest, windows, model.device, softcap)
+            rows = None
+            attend = PaddedAttention(len(inputs), longest, windows, model.device, softcap, in_chunks=in_chunks)
         token_ids = torch.tensor(padded, device=model.device).flatten()
         positions = torch.arange(longest, device=model.device).repeat(len(inputs))
         for states in model.forward_by_piece(token_ids, positions, attend, rows):

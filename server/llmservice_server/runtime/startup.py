@@ -183,6 +183,11 @@ def _check_context(checkpoint: Checkpoint, config: EngineConfig) -> None:
 
 def _backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     shape = KVCacheShape.of(checkpoint.config, config.block_size, _kv_cache_dtype(checkpoint, config))
+    if shape.in_chunks and any(size is not None and size % shape.block_size for size in shape.windows):
+        raise ConfigError(
+            f"block_size is {shape.block_size}, and the model's attention_chunk_size {max(filter(None, shape.windows))}"
+            " is no multiple of it: choose one that divides it"
+        )
     return choose_backend(
         config.attention,
         shape,

@@ -74,6 +74,35 @@ def test_every_layer_keeps_its_keys_where_layers_differ_in_heads(
         torch.testing.assert_close(torch.cat(outputs), torch.cat(expected[layer]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("of", BACKENDS.values(), ids=[*BACKENDS])
+def test_a_query_sees_no_more_than_its_chunk(of: Callable[[KVCacheShape, int], Attention]) -> None:
+    """Runs within chunks, from one to another and over several; what is behind a chunk is given back."""
+    torch.manual_seed(3)
+    heads, chunks = Heads(4, 2, 16), (32, None, 32, None)
+    shape = KVCacheShape(*heads, chunks, 16, torch.float32, in_chunks=True)
+    attention = by_group(shape, lambda of_group: of(of_group, 40))
+    for cache in attention.caches:
+        cache[:] = torch.full((), torch.nan)
+    full, sliding = [*range(1, 9)], [*range(11, 19)]
+    stored: dict[int, list[torch.Tensor]] = {layer: [] for layer in range(len(chunks))}
+    for start, end in ((0, 20), (20, 70), (70, 71), (71, 96), (96, 97), (97, 128)):
+        unseen = shape.block_groups(1).first_seen(1, start)
+        seen = [*[0] * unseen, *sliding[unseen:]]
+        runs = StepInput.of([(start, end - start, full), (0, 1, [20])])
+        step = attention.prepare(replace(runs, more_tables=[[seen, [21]]]))
+        for layer, size in enumerate(chunks):
+            queries, key_values = inputs_of(heads, end - start + 1)
+            stored[layer].append(key_values[:-1])
+            ours = step(layer, queries, key_values)[:-1]
+            keys, values = torch.cat(stored[layer]).transpose(0, 1).chunk(2)
+            places, own = torch.arange(end), torch.arange(start, end)[:, None]
+            mask = (places <= own) & (True if size is None else places // size == own // size)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                queries[:-1].transpose(0, 1), keys, values, mask, enable_gqa=True
+            )
+            torch.testing.assert_close(ours, expected.transpose(0, 1).flatten(1), rtol=1e-4, atol=1e-5)
+
+
 def test_layers_with_small_keys_share_a_place_and_blocks_take_what_they_say() -> None:
     shape = shape_of(FEW_KEYS, MANY_KEYS)
     assert shape.layer_groups == [[[0, 3], [5]], [[1], [2]], [[4], [6]]]

@@ -61,7 +61,6 @@ def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
         ("bert", {}, "not causal"),
         ("doge", SMALL, "cannot be served"),
         ("deepseek_v3", SMALL | LATENT | {"head_dim": 16}, "or with this config.json"),
-        ("llama4_text", SMALL, "layers of chunked_attention"),
         ("diffllama", SMALL, "expected every layer once"),
         ("t5", {}, "an encoder with a decoder"),
         ("bart", SMALL | {"encoder_layers": 2, "decoder_layers": 2, "is_encoder_decoder": False}, "counts positions"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import Llama4TextConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_server.engine.config import EngineConfig, Implementation, Pooling
@@ -36,6 +36,15 @@ FAMILIES = {
     "llama": LlamaConfig(**SMALL),
     "mistral, sliding window": MistralConfig(**SMALL, sliding_window=24),
     "qwen3, normed heads": Qwen3Config(**SMALL, head_dim=16),
+}
+OTHERS = {
+    "llama4, chunks": Llama4TextConfig(
+        **{**SMALL, "num_hidden_layers": 4},
+        head_dim=8,
+        intermediate_size_mlp=80,
+        num_local_experts=2,
+        attention_chunk_size=32,
+    ),
 }
 
 
@@ -75,6 +84,7 @@ def _embed(embedder: BatchEmbedder, inputs: list[list[int]]) -> np.ndarray:
     return np.stack([np.frombuffer(vector, "<f4") for vector in done[0].vectors])
 
 
+@pytest.mark.parametrize("checkpoint", [*FAMILIES.values(), *OTHERS.values()], ids=[*FAMILIES, *OTHERS], indirect=True)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_are_the_pooled_hidden_states_of_transformers(checkpoint: Path, pooling: Pooling) -> None:
     inputs = _inputs(40)

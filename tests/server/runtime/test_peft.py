@@ -71,6 +71,7 @@ CHOSEN = {
 }
 LINEAR = {
     "phimoe": ATTENTION,
+    "llama4": [*ATTENTION, *MLP],
     "longcat-flash": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 """Of families of which PEFT cannot compute all linear layers (routers), or the server cannot adapt some (experts)."""

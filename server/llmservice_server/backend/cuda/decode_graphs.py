@@ -85,21 +85,20 @@ class DecodeBuffers:
     def fill(self, step: StepInput | None, size: int) -> None:
         """Write one token of each sequence to the first rows, and the null block to the others up to `size`."""
         count = 0 if step is None else len(step)
-        numbers, lengths = np.zeros((3, size), np.int64), np.zeros(size, np.int64)
+        numbers = np.zeros((3, size), np.int64)
         numbers[2] = -1
         if step is not None:
             numbers[0, :count] = step.token_ids
             numbers[1, :count] = step.starts
             if step.adapter_slots is not None:
                 numbers[2, :count] = step.adapter_slots
-            lengths[:count] = step.starts + 1
         filled: list[npt.NDArray[Any]] = [*numbers]
         inputs = [None] * len(self._num_parts) if step is None else self._attention.split(step)
         for part, each in zip(self._attention.parts, inputs, strict=True):
-            slots, places = np.zeros(size, np.int64), np.zeros((size, 2), np.int32)
+            slots, places, lengths = np.zeros(size, np.int64), np.zeros((size, 2), np.int32), np.zeros(size, np.int64)
             places[:, 0] = np.arange(size)
             if each is not None:
-                slots[:count] = each.slots(part.shape.block_size)
+                slots[:count], lengths[:count] = each.slots(part.shape.block_size), each.starts + 1
                 places[:count, 1] = part.tables.update(each.block_tables)
             filled += [slots, places, *part.work(lengths)]
         pinned = torch.empty_like(self._memory, device="cpu", pin_memory=self._memory.device.type == "cuda")

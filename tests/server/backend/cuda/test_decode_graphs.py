@@ -284,6 +284,18 @@ def test_groups_of_layers_have_tables_of_their_own(model: DecoderModel) -> None:
         torch.testing.assert_close(graphs.run(step), plain(model, other, same))
 
 
+@torch.inference_mode()
+def test_layers_that_see_chunks_have_lengths_of_their_own(model: DecoderModel) -> None:
+    shape = replace(attention_of(model, windows=(None, 32)).shape, in_chunks=True)
+    attention, other = (by_group(shape, lambda of_group: attention_of(model, of_group.windows)) for _ in range(2))
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [2], Recorder())
+    full, sliding = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
+    for start, count in ((0, 62), *((start, 1) for start in range(62, 67))):
+        step = replace(StepInput.of([(start, count, full)], range(count)), more_tables=[[sliding]])
+        expected = plain(model, other, step)
+        torch.testing.assert_close(graphs.run(step) if count == 1 else plain(model, attention, step), expected)
+
+
 def test_the_first_graph_takes_the_memory_that_the_others_share() -> None:
     assert graph_bytes(largest=1000, another=10, num_graphs=35) == 1340
     assert graph_bytes(largest=1000, another=1000, num_graphs=1) == 1000
