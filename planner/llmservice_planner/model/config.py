@@ -358,6 +358,9 @@ def _context(values: _Values) -> int | None:
     rope = rope or values.get("rope_parameters")
     if positions is None or not isinstance(rope, Mapping):
         return positions
+    original = values.get("original_max_position_embeddings")
+    if original is not None and values.get("rope_local_base_freq") is None:  # goes before that of RoPE, if there is one
+        rope = {**rope, "original_max_position_embeddings": original}
     return max(stretched_context(positions, each) for each in (rope, *rope.values()) if isinstance(each, Mapping))
 
 

@@ -29,11 +29,13 @@ class RopeConfig:
         """Of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
         Of both, transformers takes the latter; where the former has one for each kind of layer, the latter changes the
-        one of layers without a window.
+        one of layers without a window. Where there is one for all, the original context beside it goes before its own.
         """
         parameters = config.rope_scaling or config.rope_parameters or RopeParameters()
         if config.rope_parameters is not None and config.local_rope_parameters is not None:
             parameters = config.rope_parameters.model_copy(update=parameters.model_dump(exclude_unset=True))
+        if (original := config.original_max_position_embeddings) is not None and cls.of_windows(config) is None:
+            parameters = parameters.model_copy(update={"original_max_position_embeddings": original})
         return cls._of(config, parameters, config.rope_theta)
 
     @classmethod

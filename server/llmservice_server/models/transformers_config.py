@@ -164,6 +164,8 @@ def read_configs(folder: Path) -> tuple[Any, Any]:
         keys = {"head_dim": text.hidden_size // max(1, text.num_attention_heads), **text.to_dict()}
         keys = {key: value for key, value in keys.items() if key not in ("model_type", "architectures")}
         text = transformers.AutoConfig.for_model(_WITHOUT_IMAGES[text.model_type], **keys)
+    if getattr(text, "rope_parameters", None):
+        text.standardize_rope_params()  # the original context beside RoPE, too, as its code does
     for rope in _ropes(text):
         numbers = (rope.get("attn_factor"), rope.get("factor"))  # transformers does not read the first
         if rope.get("rope_type") == "yarn" and all(isinstance(each, int | float) for each in numbers):

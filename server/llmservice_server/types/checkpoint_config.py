@@ -19,6 +19,7 @@ _SHOWN = 80  # characters of a wrong value
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 Count = Annotated[int, Field(ge=1, le=4096)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Context = Annotated[float, Field(ge=1, le=1 << 31)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -54,7 +55,7 @@ class RopeParameters(_File):
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
-    original_max_position_embeddings: Annotated[float, Field(ge=1, le=1 << 31)] | None = None
+    original_max_position_embeddings: Context | None = None
     attention_factor: Number | None = None
     attn_factor: Positive | None = None  # multiplies what takes the place of the former
     beta_fast: Number | None = None
@@ -91,6 +92,7 @@ class CheckpointConfig(_EndTokens):
     head_dim: Count | None = None
     max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 31)]
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
+    original_max_position_embeddings: Context | None = None
     rope_theta: Positive | None = None
     rope_parameters: RopeParameters | None = None
     rope_scaling: RopeParameters | None = None

@@ -130,6 +130,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
         ({}, 32768),
         ({"rope_scaling": YARN}, 131072),  # as Qwen's documentation has it
         ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}}, 131072),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 16384}, 65536),
         ({"rope_scaling": {**YARN, "factor": 0.5}}, 32768),
         ({"rope_scaling": {**YARN, "type": "linear"}}, 32768),
         ({"rope_scaling": {**YARN, "factor": "4"}}, 32768),
@@ -142,6 +143,11 @@ def test_the_context_is_the_one_that_yarn_stretches_to(
 ) -> None:
     shape = _shape(config_of("qwen2.5-7b"), **{"max_position_embeddings": 32768, **changes})
     assert shape.max_position_embeddings == expected
+
+
+def test_the_original_context_beside_rope_is_not_for_layers_with_one_of_their_own(config_of: ConfigOf) -> None:
+    changes = {"max_position_embeddings": 32768, "rope_scaling": YARN, "original_max_position_embeddings": 16384}
+    assert _shape(config_of("gemma-3-1b"), **changes).max_position_embeddings == 131072
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])

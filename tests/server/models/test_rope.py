@@ -131,6 +131,19 @@ def test_rope_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(
     assert rope.theta == expected["rope_theta"]
 
 
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_original_context_beside_rope_goes_before_that_within(tmp_path: Path, kind: str) -> None:
+    raw = {"model_type": "llama", "head_dim": 64, "max_position_embeddings": CONTEXT, "rope_theta": 5e5, **REST}
+    raw |= {"rope_scaling": KINDS[kind], "original_max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    text = read_configs(tmp_path)[1]
+    assert text.rope_parameters["original_max_position_embeddings"] == 256
+    expected, scale = ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"))
+    frequencies, our_scale = rope_of(raw).inverse_frequencies(64, CONTEXT)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+    assert our_scale == pytest.approx(scale)
+
+
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
