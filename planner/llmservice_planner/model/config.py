@@ -331,7 +331,8 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
 def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, int]:
     """The window in tokens and the number of sliding-window layers."""
     window = values.count("sliding_window")
-    if not window or family.sliding == "none" or values.get("use_sliding_window") is False:
+    has_switch = family.name not in FAMILIES or "use_sliding_window" in family.defaults
+    if not window or family.sliding == "none" or (has_switch and values.get("use_sliding_window") is False):
         return None, 0
     layer_types = values.get("layer_types")
     if layer_types is not None:

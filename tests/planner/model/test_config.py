@@ -45,7 +45,9 @@ def test_a_config_without_dtype_means_float32(config_of: ConfigOf) -> None:
     [
         ("mistral-7b", {}, 4096, 32),
         ("mistral-7b", {"sliding_window": None}, None, 0),
+        ("mistral-7b", {"use_sliding_window": False}, 4096, 32),  # a key that it does not read
         ("phi-3-mini", {}, 2047, 32),
+        ("phi-3-mini", {"use_sliding_window": False}, 2047, 32),
         ("gemma-2-9b", {}, 4096, 21),  # every second
         ("gemma-3-1b", {}, 512, 22),  # five of six, the last two of 26 too
         ("gemma-3-1b", {"layer_types": ["full_attention"] * 25 + ["sliding_attention"]}, 512, 1),
