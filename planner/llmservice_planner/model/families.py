@@ -202,6 +202,7 @@ _ALL = (
             **_GEMMA2,
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
+            "final_logit_softcapping": None,
             "sliding_window_pattern": 6,
             "rope_theta": 1e6,
             "rope_local_base_freq": 10000.0,

@@ -28,6 +28,8 @@ _OPTIONAL_KEYS = {
     *("attention_bias", "rms_norm_eps", "rope_parameters", "torch_dtype"),
 }
 """Where config.json leaves one out, it has the family's default; the other sizes have to be there."""
+_OF_SOME = {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq"}
+"""Keys that have an effect only in families with a default of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,9 @@ class ModelConfig:
         architecture = _architecture(raw)
         family = SERVED[architecture]
         defaults = {key: value for key, value in family.defaults.items() if key in _OPTIONAL_KEYS}
-        keys = CheckpointConfig.parse(_without_nulls({**defaults, **raw}), "config.json")
+        without_effect = _OF_SOME - family.defaults.keys()
+        given = {key: value for key, value in raw.items() if key not in without_effect}
+        keys = CheckpointConfig.parse(_without_nulls({**defaults, **given}), "config.json")
         is_gemma = "hidden_activation" in family.defaults
         _refuse_other_activations(keys, is_gemma=is_gemma)
         num_heads, num_kv_heads = keys.num_attention_heads, keys.num_key_value_heads or keys.num_attention_heads

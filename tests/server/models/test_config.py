@@ -60,6 +60,18 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(architectu
     assert ModelConfig.from_dict(left_out) == ModelConfig.from_dict({**written, **left_out})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [
+        *((name, key) for name in ("Llama", "Gemma") for key in ("query_pre_attn_scalar", "final_logit_softcapping")),
+        ("Gemma3", "attn_logit_softcapping"),
+        ("Gemma2", "rope_local_base_freq"),
+    ],
+)
+def test_keys_of_another_family_have_no_effect(architecture: str, key: str) -> None:
+    assert parse(architecture, **{key: 20.0}) == parse(architecture)
+
+
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_yarn_of_a_config_replaces_that_of_the_family(name: str) -> None:
     assert parse("GptOss").rope.scaling["factor"] == 32.0
