@@ -90,10 +90,11 @@ FAMILIES = {
     ),
     "mixtral, sharded": Family("mixtral", {"num_local_experts": 4}, shard="40KB"),
     "qwen2-moe, a shared expert with a gate": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
-    "qwen2-moe, windows of every other layer before the last": Family(
+    "qwen2-moe, windows of every other layer before the last, and no biases": Family(
         "qwen2_moe",
         {
             **EXPERTS,
+            "qkv_bias": False,
             "shared_expert_intermediate_size": 32,
             "use_sliding_window": True,
             "sliding_window": 24,

@@ -154,7 +154,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = values.positive("num_attention_heads")
     hidden_size = values.positive("hidden_size")
     layers = values.positive("num_hidden_layers")
-    fixed_bias = family.qkv_bias
+    fixed_bias = values.flag("qkv_bias") if "qkv_bias" in family.defaults else family.qkv_bias
     window, sliding_layers = _sliding(values, family, layers)
     kv_heads, head_dim = values.count("num_key_value_heads") or heads, values.count("head_dim") or hidden_size // heads
     return {

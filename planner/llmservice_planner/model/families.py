@@ -22,7 +22,8 @@ class Family:
     served_architecture: str | None = None
     """The name in config.json's `architectures` by which the inference server runs the family; None: only sized."""
     qkv_bias: bool | None = None
-    """None: the config's `attention_bias`, also for o_proj. A bool: fixed for q, k, v; o_proj has none."""
+    """None: the config's `attention_bias`, also for o_proj. A bool: that of q, k, v, unless there is a default of the
+    config's `qkv_bias`, which then says it; o_proj has none."""
     mlp_bias: bool = False
     """Whether the config's `mlp_bias` has an effect."""
     qk_norm: bool = False
@@ -132,6 +133,7 @@ _ALL = (
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
         },
         "Qwen2MoeForCausalLM",
         qkv_bias=True,

@@ -28,7 +28,10 @@ _OPTIONAL_KEYS = {
     *("attention_bias", "rms_norm_eps", "rope_parameters", "torch_dtype"),
 }
 """Where config.json leaves one out, it has the family's default; the other sizes have to be there."""
-_OF_SOME = {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq"}
+_OF_SOME = {
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq"),
+    "qkv_bias",
+}
 """Keys that have an effect only in families with a default of it."""
 
 
@@ -163,7 +166,7 @@ class ModelConfig:
             max_position_embeddings=keys.max_position_embeddings,
             rope=RopeConfig.of(keys),
             windows=_windows(family, keys),
-            qkv_bias=attention_bias or bool(family.qkv_bias),
+            qkv_bias=attention_bias or (bool(family.qkv_bias) and keys.qkv_bias is not False),
             o_bias=attention_bias,
             mlp_bias=family.mlp_bias and bool(keys.mlp_bias),
             qk_norm=family.qk_norm,

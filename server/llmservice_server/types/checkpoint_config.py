@@ -104,6 +104,7 @@ class CheckpointConfig(_EndTokens):
     max_window_layers: Annotated[int, Field(ge=0)] | None = None
     layer_types: list[str] | None = None
     attention_bias: bool | None = None
+    qkv_bias: bool | None = None
     mlp_bias: bool | None = None
     tie_word_embeddings: bool | None = None
     hidden_act: str | None = None
