@@ -132,8 +132,11 @@ class Tokenizer:
             raise ModelLoadError(f"{path} does not exist: a checkpoint needs a fast tokenizer in Hugging Face's format")
         try:
             library = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+            library.encode("")  # fails where the post-processor lacks a token that it names
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and its panics are none
+            raise ModelLoadError(f"{path} cannot be read ({error}): fetch it again") from error
         library.no_truncation()
         library.no_padding()
         config = folder / "tokenizer_config.json"
@@ -289,7 +292,7 @@ def _has_types(settings: dict[str, Any]) -> bool:
     inputs = settings.get("model_input_names")
     if isinstance(inputs, list):
         return "token_type_ids" in inputs
-    return settings.get("tokenizer_class") not in _WITHOUT_TYPES
+    return str(settings.get("tokenizer_class")) not in _WITHOUT_TYPES
 
 
 def _add_tokens_of_flags(library: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
@@ -297,7 +300,7 @@ def _add_tokens_of_flags(library: tokenizers.Tokenizer, settings: dict[str, Any]
 
     transformers before 5 made it of these flags in Llama's tokenizers, as of e5-mistral and DeepSeek-R1-Distill-Qwen.
     """
-    if settings.get("tokenizer_class") not in _BUILT_OF_FLAGS:
+    if str(settings.get("tokenizer_class")) not in _BUILT_OF_FLAGS:
         return
     tokens, encoded = _special_tokens(settings), library.encode("a").tokens
     bos, eos = tokens.get("bos_token", ""), tokens.get("eos_token", "")
@@ -330,5 +333,7 @@ def _chat_template(given: Path | None, folder: Path, settings: dict[str, Any]) -
         elif given is None and path == own and for_tools.is_file():
             tools_source = for_tools.read_text(encoding="utf-8")
         return None if source is None else ChatTemplate(source, _special_tokens(settings), tools_source)
-    except (jinja2.TemplateError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"the chat template in {path} cannot be used: {error}") from error
+    except (jinja2.TemplateError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
+        raise ModelLoadError(
+            f"the chat template in {path} cannot be used ({error}): correct it, or give another with --chat-template"
+        ) from error

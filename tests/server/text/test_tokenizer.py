@@ -277,12 +277,39 @@ def test_truncation_and_padding_that_were_saved_with_the_tokenizer_are_off(model
         ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read as JSON"),
         ("generation_config.json", "[1]", "generation_config.json holds a JSON list"),
         ("chat_template.jinja", "{% for %}", "the chat template in .* cannot be used"),
+        ("chat_template.jinja", "{{ " + "(" * 3000, "the chat template in .* cannot be used .maximum recursion"),
     ],
 )
 def test_a_broken_file_is_named(model: Path, name: str, content: str, message: str) -> None:
     (model / name).write_text(content)
     with pytest.raises(ModelLoadError, match=message):
         Tokenizer.load(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+    ],
+)
+def test_a_tokenizer_at_which_the_library_panics_is_refused(model: Path, change: dict[str, Any]) -> None:
+    path = model / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ModelLoadError, match=r"tokenizer.json cannot be read .*: fetch it again"):
+        Tokenizer.load(model)
+
+
+def test_a_tokenizer_class_that_is_no_name_says_nothing(model: Path) -> None:
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": ["LlamaTokenizer"]}')
+    assert Tokenizer.load(model).encode("a")
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
