@@ -20,6 +20,7 @@ INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 LENGTH_BYTES = 8
 """Of a file's start, which `header_length` reads."""
 _CHUNK_BYTES = 1 << 20
+_SHOWN = 80  # characters of a name
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OTHERS = ("*.gguf", "*.onnx", "onnx/*.onnx")
@@ -114,8 +115,8 @@ def parse_header(where: str, text: bytes, length: int) -> dict[str, StoredTensor
             name: StoredTensor(
                 str(tensor["dtype"]),
                 tuple(_size(size) for size in tensor["shape"]),
-                _size(tensor["data_offsets"][1]) - _size(tensor["data_offsets"][0]),
-                tensor["data_offsets"][0],
+                _size(tensor["data_offsets"][1] - tensor["data_offsets"][0]),
+                _size(tensor["data_offsets"][0]),
             )
             for name, tensor in json.loads(text).items()
             if name != "__metadata__"
@@ -172,22 +173,29 @@ def refuse_quantized(names: Iterable[str]) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """The files in the index, else those of `weight_names`.
 
-    Raises `ShapeError` where the index cannot be read, or names one that is not in the folder.
+    Raises `ShapeError` where the index cannot be read, or one of them is no file of the folder.
     """
     index = folder / INDEX
-    if not index.is_file():
-        return [folder / name for name in weight_names([file.name for file in folder.glob("*.safetensors")])]
+    if index.is_file():
+        names, problem = _indexed(index), "which its index names"
+    else:
+        names = weight_names([path.name for path in folder.glob("*.safetensors")])
+        problem = "which is a folder or a link to no file"
+    files = {path.name for path in folder.glob("*") if path.is_file()}
+    if missing := [name[:_SHOWN] for name in names if name not in files]:
+        raise ShapeError(f"{folder} lacks {', '.join(missing)}, {problem}: download the folder again")
+    return [folder / name for name in names]
+
+
+def _indexed(index: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ShapeError(f"{index} has no readable weight_map ({error!r}): download the model folder again") from error
     if not names:
         raise ShapeError(f"{index} has no readable weight_map (it is empty): download the model folder again")
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if missing:
-        raise ShapeError(f"{folder} lacks {', '.join(missing)}, which its index names: download the folder again")
-    return [folder / name for name in names]
+    return names
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

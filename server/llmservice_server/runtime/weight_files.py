@@ -78,5 +78,5 @@ def _readable(shard: Path) -> Iterator[None]:
     """Raises `ModelLoadError` where the file is not."""
     try:
         yield
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again") from error

@@ -126,7 +126,25 @@ def test_an_index_cannot_point_outside_the_folder(tmp_path: Path) -> None:
         weights_bytes(model)
 
 
-@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}'])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_weight_file_that_is_no_file_is_named(tmp_path: Path, links: bool) -> None:
+    """A copy of the hub's cache may be links to files that were not copied."""
+    path = tmp_path / "model.safetensors"
+    if links:
+        path.symlink_to(tmp_path / "blobs" / "0")
+    else:
+        path.mkdir()
+    with pytest.raises(ShapeError, match=r"lacks model\.safetensors, which is a folder or a link to no file"):
+        weights_bytes(tmp_path)
+
+
+def test_a_shard_whose_name_no_file_can_have_is_shown_in_part(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b" * 1000}}))
+    with pytest.raises(ShapeError, match=r"lacks b{80}, which its index names"):
+        weights_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "[" * 10**5])
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ShapeError, match="no readable weight_map"):
@@ -145,6 +163,7 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
         (30).to_bytes(8, "little") + b'{"a": {"data_offsets": [0]}}  ',
         (62).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
         (62).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}',
+        (61).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}',
     ],
 )
 def test_a_broken_header_is_refused(tmp_path: Path, content: bytes) -> None:

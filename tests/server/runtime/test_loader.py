@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from llmservice_planner.model.shape import ModelShape
 from llmservice_server.runtime.loader import Checkpoint
+from llmservice_server.runtime.weight_files import stored_tensors
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from llmservice_server.types.checkpoint_config import eos_token_ids
 from llmservice_server.types.errors import ModelLoadError
@@ -117,6 +118,11 @@ def truncate(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
+def keep_a_link(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("blobs/0")
+
+
 def corrupt_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"architectures": [')
 
@@ -135,6 +141,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
         r"holds no \*.safetensors file, only model-Q4_K_M.gguf, which is not served",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no .*safetensors file"),
+    "a link to no file": (keep_a_link, "lacks model.safetensors, which is a folder or a link to no file"),
     "a truncated file": (truncate, "not a readable safetensors file"),
     "corrupt JSON": (corrupt_config, "config.json cannot be read as JSON"),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
@@ -194,6 +201,12 @@ def test_a_broken_folder_is_refused_in_one_sentence(folder: Path, broken: Break,
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="is not a folder"):
         load(tmp_path / "nowhere")
+
+
+def test_a_weight_file_that_cannot_be_opened_is_refused(folder: Path) -> None:
+    """As one that the server's user may not read, which root may."""
+    with pytest.raises(ModelLoadError, match=r"gone\.safetensors is not a readable safetensors file"):
+        stored_tensors([folder / "gone.safetensors"])
 
 
 def test_a_pickle_beside_safetensors_is_never_opened(folder: Path) -> None:
