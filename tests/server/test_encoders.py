@@ -316,6 +316,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: _edit_config(folder, architectures=["BertForTokenClassification"]),
         "architectures is BertForTokenClassification, expected an encoder",
     ),
+    "an architecture that is no name": (
+        lambda folder: _edit_config(folder, architectures=[7]),
+        "architectures is [7], expected a list of names",
+    ),
+    "a padding beyond the vocabulary": (lambda folder: _edit_config(folder, pad_token_id=10**6), "cannot be loaded"),
     "a decoder": (lambda folder: _edit_config(folder, is_decoder=True), "is_decoder is true"),
     "three labels": (
         lambda folder: _edit_config(

@@ -12,7 +12,7 @@ from llmservice_planner.model.quantization import QuantizationConfig, Quantizati
 from llmservice_planner.model.quantization_config import read_quantization
 from llmservice_server.backend.layers import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 from llmservice_server.models.rope import RopeConfig
-from llmservice_server.types.checkpoint_config import CheckpointConfig
+from llmservice_server.types.checkpoint_config import CheckpointConfig, architectures
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import ModelCode
 
@@ -211,9 +211,7 @@ def is_own(raw: Mapping[str, Any]) -> bool:
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    named = raw.get("architectures") or []
-    if not isinstance(named, list):
-        raise ModelLoadError(f"config.json: architectures is {named!r}, expected a list of names")
+    named = architectures(raw)
     for architecture in named:
         if (served := _with_head(architecture)) in SERVED:
             if served != architecture and "auto_map" in raw:

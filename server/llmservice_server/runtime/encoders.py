@@ -24,7 +24,7 @@ from llmservice_server.runtime.memory import usable_bytes
 from llmservice_server.runtime.startup import choose_device, with_step_tokens
 from llmservice_server.runtime.vector_format import VectorFormat, pool
 from llmservice_server.runtime.weight_files import weight_files
-from llmservice_server.types.checkpoint_config import read_json_object
+from llmservice_server.types.checkpoint_config import architectures, read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError, first_line
 from llmservice_server.types.messages import (
     Embedded,
@@ -50,9 +50,9 @@ def is_encoder(folder: Path) -> bool:
     return path.is_file() and encoders.is_encoder(read_json_object(path))
 
 
-def encoder_task(architectures: Sequence[str]) -> Task:
-    """Raises `ModelLoadError` for an architecture whose head computes something else."""
-    name = architectures[0] if architectures else "Model"
+def encoder_task(named: Sequence[str]) -> Task:
+    """Of the architectures' names. Raises `ModelLoadError` where the head computes something else."""
+    name = named[0] if named else "Model"
     if name.endswith(CLASSIFIER):
         return "score"
     if name.endswith(_EMBEDS) and not name.endswith("LMHeadModel"):
@@ -165,7 +165,7 @@ def load_encoder(config: EngineConfig) -> EncoderEngine:
     began_s = time.monotonic()
     folder, shape = config.model, _shape(config.model)
     longest = _longest(shape, config)
-    task = encoder_task(read_json_object(folder / "config.json").get("architectures") or [])
+    task = encoder_task(architectures(read_json_object(folder / "config.json")))
     vector_format = VectorFormat.of(folder, config.pooling, shape.hidden_size) if task == "embed" else None
     device = choose_device(config)
     dtype = shape.dtype if config.dtype == "auto" else config.dtype
@@ -297,7 +297,7 @@ def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
         raise
     except SafetensorError as error:
         raise ModelLoadError(f"{folder} holds an unreadable safetensors file ({error}): fetch it again") from error
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except Exception as error:  # the layers check their sizes by exceptions of many kinds
         raise ModelLoadError(f"{folder} cannot be loaded ({first_line(error)}): fetch it again") from error
     _check_weights(folder, model, info)
     if task == "embed" and hasattr(model, "pooler"):

@@ -48,7 +48,7 @@ from llmservice_server.models.weights import SUPERFLUOUS, ComputedPlace, Quantiz
 from llmservice_server.runtime.matrix_form import MatrixForm
 from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
 from llmservice_server.runtime.weight_files import Stored, TensorReader, stored_tensors, weight_files
-from llmservice_server.types.checkpoint_config import eos_token_ids, read_model_config
+from llmservice_server.types.checkpoint_config import architectures, eos_token_ids, read_model_config
 from llmservice_server.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -446,8 +446,7 @@ def _shape_errors() -> Iterator[None]:
 
 def _refuse_classifier(raw: Mapping[str, Any]) -> None:
     """Of a family that `is_encoder` does not know."""
-    architectures = raw.get("architectures")
-    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    name = next(iter(architectures(raw)), "")
     if name.endswith(CLASSIFIER):
         raise ModelLoadError(
             f"{name} cannot be served: the server computes the scores of the model types "
@@ -457,5 +456,5 @@ def _refuse_classifier(raw: Mapping[str, Any]) -> None:
 
 def _is_for_embeddings(folder: Path, raw: Mapping[str, Any]) -> bool:
     """Whether a head that is missing is no damage: the model is named without one, or sentence-transformers' own."""
-    bare = any(str(name).endswith("Model") for name in raw.get("architectures") or ())
+    bare = any(name.endswith("Model") for name in architectures(raw))
     return bare or (folder / "modules.json").exists() or (folder / "1_Pooling").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -276,6 +277,14 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
         if ids is None and isinstance(text := raw.get("text_config"), dict):
             ids = _EndTokens.parse(text, f"{config.name}: text_config").eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Those that a parsed config.json names. Raises `ModelLoadError`."""
+    named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ModelLoadError(f"config.json: architectures is {repr(named)[:_SHOWN]}, expected a list of names")
+    return named
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

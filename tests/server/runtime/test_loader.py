@@ -166,6 +166,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
         "Olmo2ForSequenceClassification cannot be served: the server computes the scores of the model types llama, ",
     ),
     "no architecture": (set_config(architectures=None), r"the architecture \(none\), supported are"),
+    "architectures that are no names": (
+        set_config(architectures=[7]),
+        r"architectures is \[7\], expected a list of names",
+    ),
     "a missing key": (set_config(intermediate_size=None), "config.json has no intermediate_size"),
     "a key that makes no sense": (
         set_config(num_hidden_layers="many"),
