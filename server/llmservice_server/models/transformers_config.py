@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from llmservice_planner.model.config import stretched_context
+from llmservice_planner.model.config import MOST_LAYERS, stretched_context
 from llmservice_planner.model.quantization import QuantizationConfig
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.models.config import SERVED, quantization_of
@@ -48,6 +48,13 @@ _FAR = 2**40
 _UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "layer_idx"}
 _LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_hidden_layers": MOST_LAYERS,
+    "num_attention_heads": 4096,
+    "max_position_embeddings": 1 << 31,
+}
 _GROWING_ROPE = {"dynamic", "longrope"}
 _META_TENSOR = re.compile(r"meta tensor|register_meta", re.IGNORECASE)
 """In torch's errors of code that reads numbers of a tensor without memory."""
@@ -103,6 +110,7 @@ def examine(folder: Path) -> TransformersConfig:
         raise unserved(name, "transformers has no decoder-only language model for it")
     if _is_stateful(model_class) and {*(getattr(text, "layer_types", None) or ())} != {"full_attention"}:
         raise unserved(name, "it keeps recurrent state between tokens, not keys and values")
+    _refuse_sizes(text)
     calls = _calls(model_class, text, name)
     if "position_ids" not in inspect.signature(model_class.forward).parameters:  # decoders of BART and its like
         raise unserved(name, "its code counts positions from a request's first token, which may be cached")
@@ -188,6 +196,14 @@ def _refuse_kinds(config: Any, text: Any, name: str) -> None:
         raise unserved(
             name, f"it has layers of {', '.join(sorted(others))}, whose state is no paged cache of keys and values"
         )
+
+
+def _refuse_sizes(text: Any) -> None:
+    """transformers does not, and the examined model takes as long as config.json says."""
+    for key, most in _LARGEST.items():
+        size = getattr(text, key, 1)
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise ModelLoadError(f"config.json: {key} is {size}, expected 1 to {most}: correct it, or fetch it again")
 
 
 def _calls(model_class: Any, text: Any, name: str) -> list[Call]:

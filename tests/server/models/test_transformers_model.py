@@ -78,6 +78,14 @@ def test_what_cannot_run_on_the_paged_cache_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("key", "size"), [("num_hidden_layers", 0), ("num_hidden_layers", 10**9), ("max_position_embeddings", -1)]
+)
+def test_a_size_that_no_model_has_is_refused(tmp_path: Path, key: str, size: int) -> None:
+    with pytest.raises(ModelLoadError, match=f"config.json: {key} is {size}, expected 1 to"):
+        examine(write_config(tmp_path, "phi3", **SMALL | {key: size}))
+
+
+@pytest.mark.parametrize(
     ("model_type", "architecture", "runs"),
     [
         ("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
