@@ -240,6 +240,7 @@ _ESCAPED = re.compile(r"\\.|\[\^?\]?[^]]*\]")
 """Characters and sets of them, in a pattern."""
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
 """Matching may take exponential time, and the operator matches the patterns of any checkpoint."""
+_SHOWN = 80  # characters of a pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +259,16 @@ class _Modules:
             if not pattern.startswith("re:"):
                 names.add(pattern)
                 continue
+            shown = repr(pattern[:_SHOWN])
             if _REPEATED_GROUP.search(_ESCAPED.sub("_", pattern)):
                 raise QuantizationError(
-                    f"config.json: quantization_config names {pattern!r}, which repeats a group, so that matching it"
+                    f"config.json: quantization_config names {shown}, which repeats a group, so that matching it"
                     " may take for ever: name the modules without (…)*, (…)+ or (…){…}"
                 )
             try:
                 expressions.append(re.compile(pattern.removeprefix("re:")))
-            except re.error as error:
-                raise QuantizationError(f"config.json: quantization_config names {pattern!r}: {error}") from error
+            except (re.error, RecursionError, OverflowError) as error:
+                raise QuantizationError(f"config.json: quantization_config names {shown}: {error}") from error
         return cls(frozenset(names), tuple(expressions))
 
     def __contains__(self, module: str) -> bool:

@@ -236,6 +236,8 @@ def test_the_head_is_fp8_where_others_are_named_without_it(names: dict[str, Any]
         ({"quant_method": "fp8", "modules_to_not_convert": ["re:*"]}, r"names 're:\*': nothing to repeat"),
         ({"quant_method": "fp8", "modules_to_not_convert": ["re:(a|a)*$"]}, r"names 're:.*', which repeats a group"),
         ({"quant_method": "fp8", "modules_to_not_convert": [r"re:(\w+[)]){2,}"]}, "which repeats a group"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["re:" + "(" * 5000 + ")" * 5000]}, "maximum recursion"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["re:a{1" + "0" * 20 + "}"]}, "repetition number"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
         (
             {
