@@ -39,7 +39,10 @@ _HEADERS_AT_ONCE = 8
 
 
 class ModelReader:
-    """Reads a model's figures from the spec, a local folder, or the hub; never with a user's Secret."""
+    """Reads a model's figures from the spec, a local folder, or the hub; never with a user's Secret.
+
+    Threads parse and count what is read, which takes seconds for a large checkpoint: the event loop renews the Lease.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class ModelReader:
             return Figures("pod")
         try:
             config = patched(await self._hub_config(location), source.config_overrides)
-            shape = ModelShape.from_config(config)
+            shape = await asyncio.to_thread(ModelShape.from_config, config)
         except ModelSourceError as error:
             if error.reason == "ModelForbidden" and source.secret_ref is not None:
                 return Figures("pod")
@@ -94,7 +97,7 @@ class ModelReader:
             if not names_dtype(config):
                 shape = replace(shape, dtype=stored_dtype(tensors.values()))
             if wants_headers:
-                shape = shape.counted(config, tensors)
+                shape = await asyncio.to_thread(shape.counted, config, tensors)
         if shape.why_not_counted and (weights_file_bytes is None or shape.quantization):
             return Figures("pod")
         return Figures("config", shape, weights_file_bytes)
@@ -153,7 +156,8 @@ class ModelReader:
                 response.raise_for_status()
                 length = header_length(url, await response.content.readexactly(LENGTH_BYTES), left)
                 left -= length
-                tensors.update(parse_header(url, await response.content.readexactly(length), length))
+                header = await response.content.readexactly(length)
+                tensors.update(await asyncio.to_thread(parse_header, url, header, length))
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,20 @@ async def test_a_gated_model_with_a_secret_is_left_to_the_pod_that_has_it(hub: s
     model = await read({"uri": "hf://org/gated", "secretRef": {"name": "token"}}, hub)
 
     assert (model.shape, model.figures_from) == (None, "pod")
+
+
+async def test_headers_are_parsed_by_threads(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a large checkpoint take seconds, in which the event loop has a Lease to renew."""
+    in_loop: set[bool] = set()
+
+    def loads(text: str | bytes, original: Callable[..., Any] = json.loads, **options: Any) -> Any:
+        if isinstance(text, bytes) and b"data_offsets" in text:
+            in_loop.add(threading.current_thread() is threading.main_thread())
+        return original(text, **options)
+
+    monkeypatch.setattr(json, "loads", loads)
+    await read({"uri": "hf://org/packed"}, hub)
+    assert in_loop == {False}
 
 
 @pytest.mark.parametrize("uri", ["file:///tiny", "hf://org/packed"])
