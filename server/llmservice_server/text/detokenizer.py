@@ -35,7 +35,6 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         added = library.get_added_tokens_decoder()
         super().__init__({token_id: b"" for token_id, token in added.items() if token.special})
-        self._added = {token_id: token.content for token_id, token in added.items()}
         self._library = library
         decoder = {} if library.decoder is None else json.loads(library.decoder.__getstate__())
         self._byte_level = "ByteLevel" in json.dumps(decoder)
@@ -52,8 +51,6 @@ class TokenBytes(dict[int, bytes]):
             spelled = [byte_of_letter().get(letter) for letter in piece]
             known = [byte for byte in spelled if byte is not None]
             self[token_id] = bytes(known) if len(known) == len(spelled) else piece.encode()
-        elif token_id in self._added:
-            self[token_id] = piece.encode()
         elif byte := _BYTE_PIECE.fullmatch(piece):
             self[token_id] = bytes([int(byte[1], 16)])
         else:

@@ -159,7 +159,7 @@ def _sentence_piece() -> tokenizers.Tokenizer:
     library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     library.add_special_tokens(["<s>"])
-    library.add_tokens(["<tool>"])
+    library.add_tokens(["<tool>", "\u2581\u2581"])  # Gemma's runs of spaces are added tokens
     return library
 
 
@@ -182,6 +182,7 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(text: str) -> None:
         (4, b"ma", "ma"),
         (5, "\u00fc".encode(), "\u00fc"),
         (6, b"<tool>", "<tool>"),
+        (7, b"  ", "  "),
         (99, b"", ""),
     ],
 )
