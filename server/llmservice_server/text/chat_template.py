@@ -58,7 +58,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._takes_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
         arguments: dict[str, Any] = {_PROBE: {}}
-        self._takes_json = not self._shows_call(arguments) and self._shows_call(_to_json(arguments))
+        calls = [(content, given) for content in ("", None) for given in (arguments, _to_json(arguments))]
+        shown = next((call for call in calls if self._shows_call(*call)), calls[0])
+        self._takes_none, self._takes_json = shown[0] is None, isinstance(shown[1], str)
 
     def render(
         self,
@@ -97,6 +99,8 @@ class ChatTemplate:
         given = dict(message)
         if self._takes_parts:
             given["content"] = _as_parts(given["content"])
+        elif self._takes_none and given.get("tool_calls"):
+            given["content"] = given["content"] or None
         if self._takes_json and "tool_calls" in given:
             given["tool_calls"] = [_with_json(call) for call in given["tool_calls"]]
         hidden = given.get("content") and given.get("tool_calls")
@@ -110,11 +114,14 @@ class ChatTemplate:
         """Whether a prompt has the `content` of its message in it; templates of some models with images read parts."""
         return _PROBE in _probe(self._template, [{"role": "user", "content": content}], self._special_tokens)
 
-    def _shows_call(self, arguments: object) -> bool:
-        """Whether a prompt has the `arguments` of a call as JSON in it; templates of DeepSeek read a string."""
+    def _shows_call(self, beside: str | None, arguments: object) -> bool:
+        """Whether a prompt has the `arguments` of a call as JSON in it, with the content `beside` the call.
+
+        Templates of DeepSeek read a string; those of V3 and the R1 distillations show calls without a content alone.
+        """
         call = {"id": "call", "type": "function", "function": {"name": "f", "arguments": arguments}}
         content = _as_parts("a") if self._takes_parts else "a"
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        turn = {"role": "assistant", "content": beside, "tool_calls": [call]}
         prompt = _probe(self._tools_template, [{"role": "user", "content": content}, turn], self._special_tokens)
         return _PROBE in prompt and f"'{_PROBE}'" not in prompt
 

@@ -181,3 +181,14 @@ def test_a_template_that_reads_the_arguments_of_calls_as_text_gets_text(argument
     source = "{% for message in messages %}{% for call in message.tool_calls %}{{ " + arguments + " }}{% endfor %}"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     assert ChatTemplate(source + "{% endfor %}", {}).render(messages) == shown
+
+
+def test_a_template_that_shows_calls_without_a_content_alone_gets_none() -> None:
+    """As those of DeepSeek V3 and the R1 distillations."""
+    source = """{% for message in messages %}{% if message['role'] == 'assistant' and message['content'] is none %}
+{%- for call in message['tool_calls'] %}{{ call['type'] + call['function']['arguments'] }}{% endfor %}{% endif %}
+{%- if message['role'] == 'assistant' and message['content'] is not none %}{{ '<' + message['content'] }}{% endif %}
+{%- endfor %}"""
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    messages = [{"role": "user", "content": "a"}, called, {"role": "assistant", "content": ""}]
+    assert ChatTemplate(source, {}).render(messages) == 'function{"a": "é"}<'
