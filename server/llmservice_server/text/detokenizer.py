@@ -155,7 +155,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text on once it cannot be part of a stop string, and ends at the first one that appears."""
+    """Passes text on once it cannot be part of a stop string, and ends at the one that is complete first.
+
+    Which one that is does not depend on the pieces: a step may yield several tokens.
+    """
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         """`keep`: the stop string that appears is passed on as well."""
@@ -172,9 +175,9 @@ class StopStrings:
         if not self._stops:
             return text
         text = self._held + text
-        found = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+        found = [(index + len(stop), index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
         if found:
-            index, self.matched = min(found)
+            _, index, self.matched = min(found)
             self._held = ""
             self.rest = text[index + len(self.matched) :]
             return text[: index + len(self.matched)] if self._keep else text[:index]

@@ -113,6 +113,7 @@ def _run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
         (["two", "one"], ["one two"], [""], "one"),
         (["\n\n", "END"], ["a\n", "b\n", "\n", "c"], ["a", "\nb", ""], "\n\n"),
         (["abcd", "bc"], ["abc"], ["a"], "bc"),
+        (["abcd", "bc"], ["abcd"], ["a"], "bc"),
         (["a"], ["a"], [""], "a"),
     ],
 )
@@ -146,6 +147,8 @@ def test_what_is_returned_is_the_text_up_to_the_first_stop_string(stops: list[st
         assert not ends
         assert "".join(returned) == text
     else:
+        whole, of_whole = _run(stops, [text])
+        assert ("".join(whole), of_whole) == ("".join(returned), matched)
         assert text.startswith("".join(returned) + matched)
         assert not any(stop in "".join(returned) for stop in stops)
         assert len("".join(returned)) + len(matched) <= max(ends)
