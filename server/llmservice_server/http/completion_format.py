@@ -71,7 +71,9 @@ class CompletionFormat:
     def _logprobs(self, output: CompletionOutput, echoed: RequestState | None) -> CompletionLogprobs:
         writer = self._writers.get(output.index)
         if writer is None:
-            writer = self._writers[output.index] = CompletionLogprobsWriter(self._processor.tokenizer.token_bytes)
+            tokens = self._processor.tokenizer.token_bytes
+            writer = CompletionLogprobsWriter(tokens, strips_space=echoed is not None and tokens.strips_space)
+            self._writers[output.index] = writer
         written = CompletionLogprobs()
         if echoed is not None:
             writer.write_first(written, echoed.request.prompt_token_ids[0])
@@ -83,8 +85,10 @@ class CompletionFormat:
 class CompletionLogprobsWriter:
     """Writes one choice's lists piece by piece, counting the characters of the text before."""
 
-    def __init__(self, tokens: TokenBytes) -> None:
+    def __init__(self, tokens: TokenBytes, *, strips_space: bool = False) -> None:
+        """`strips_space`: the text has no space of its first token, as Llama 2's of a prompt."""
         self._tokens = tokens
+        self._strips_space = strips_space
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -106,4 +110,7 @@ class CompletionLogprobsWriter:
         written.token_logprobs.append(logprob)
         written.top_logprobs.append(top)
         written.text_offset.append(self._offset)
-        self._offset += len(self._decoder.decode(self._tokens[token_id]))
+        text = self._decoder.decode(self._tokens[token_id])
+        if self._strips_space and text:
+            text, self._strips_space = text.removeprefix(" "), False
+        self._offset += len(text)
