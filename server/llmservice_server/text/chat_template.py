@@ -75,7 +75,6 @@ class ChatTemplate:
         fixed = {
             "messages": [self._message(message) for message in given],
             "tools": None if tools is None else [dict(tool) for tool in tools],
-            "documents": None,
             "add_generation_prompt": options.begin_answer,
             **self._special_tokens,
         }
@@ -83,7 +82,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat_template_kwargs: {min(taken)} is set by the server: leave it out")
         template = self._template if tools is None else self._tools_template
         try:
-            prompt = template.render(fixed | dict(options.variables))
+            prompt = template.render({"documents": None, **fixed, **options.variables})
         except ChatTemplateError:
             raise
         except Exception as error:  # a template is a program and may raise anything

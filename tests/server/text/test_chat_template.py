@@ -80,6 +80,9 @@ def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
 def test_a_client_sets_the_templates_variables_but_not_those_of_the_server() -> None:
     template = ChatTemplate("{{ bos_token }}{% if thinking is defined %}{{ thinking }}{% endif %}", SPECIAL)
     assert template.render(CONVERSATIONS[0], None, TemplateOptions(variables={"thinking": False})) == "<s>False"
+    documents = [{"title": "a", "text": "b"}]
+    shown = ChatTemplate("{% for each in documents %}{{ each.text }}{% endfor %}", SPECIAL)
+    assert shown.render(CONVERSATIONS[0], None, TemplateOptions(variables={"documents": documents})) == "b"
     for name in ("messages", "bos_token", "add_generation_prompt"):
         with pytest.raises(ChatTemplateError, match=f"{name} is set by the server"):
             template.render(CONVERSATIONS[0], None, TemplateOptions(variables={name: "x"}))
