@@ -92,8 +92,8 @@ class ChatTemplate:
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """As the template reads it.
 
-        That of gpt-oss calls the reasoning `thinking`, and accepts no content between it and a call; that of Command
-        R7B calls it `tool_plan`.
+        Those of gpt-oss and LFM2.5 call the reasoning `thinking`, and gpt-oss's accepts no content between it and a
+        call; that of Command R7B calls it `tool_plan`.
         """
         given = dict(message)
         if self._takes_parts:
@@ -102,7 +102,7 @@ class ChatTemplate:
             given["content"] = given["content"] or None
         if self._takes_json and "tool_calls" in given:
             given["tool_calls"] = [_with_json(call) for call in given["tool_calls"]]
-        hidden = given.get("content") and given.get("tool_calls")
+        hidden = "<|channel|>" in self.source and given.get("content") and given.get("tool_calls")
         if "message.thinking" in self.source and "reasoning_content" in given and not hidden:
             given["thinking"] = given["reasoning_content"]
         if "message.tool_plan" in self.source:

@@ -123,6 +123,10 @@ def test_reasoning_of_earlier_turns_has_the_name_that_the_template_reads() -> No
     turn = {"role": "assistant", "content": "b", "reasoning_content": "a"}
     assert ChatTemplate("{{ messages[0].reasoning_content }}", {}).render([turn]) == "a"
     assert ChatTemplate("{% for message in messages %}{{ message.thinking }}{% endfor %}", {}).render([turn]) == "a"
+    called = {**turn, "tool_calls": [CALL]}
+    assert ChatTemplate("{% for message in messages %}{{ message.thinking }}{% endfor %}", {}).render([called]) == "a"
+    harmony = "<|channel|>{% for message in messages %}{{ message.thinking }}{% endfor %}"  # which would raise
+    assert ChatTemplate(harmony, {}).render([called]) == "<|channel|>"
     planned = ChatTemplate("{% for message in messages %}{{ message.tool_plan }}.{% endfor %}", {})
     assert planned.render([turn, {"role": "user", "content": "b"}]) == "a.."
 
