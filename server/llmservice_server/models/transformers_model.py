@@ -165,7 +165,7 @@ class TransformersModel:
         self._mixtures: list[_Mixture] = []
         self._replace(model, quantized_of, products)  # before the others are moved: the device never holds these dense
         model.to(device)
-        self._replace(model, lambda _, weight, bias: TorchLinear(weight.contiguous(), bias), products)
+        self._replace(model, _dense, products)
         last = products.pop(id(head), None)
         self._products = [*products.values(), *([] if last is None else [last])]
         prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # Llama 4's is wrong
@@ -364,6 +364,10 @@ def _routers_of(model: torch.nn.Module) -> Iterator[_Router]:
             yield _Router(name, module)
 
 
+def _dense(_: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> TorchLinear:
+    return TorchLinear(weight.contiguous(), bias)
+
+
 def _matrix_of(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight `[out, in]` and the bias of a linear layer."""
     if isinstance(module, Conv1D):
@@ -395,6 +399,7 @@ def _experts_of(
     for stack, parts in _STACKS.items():
         weights, biases = getattr(module, stack).data, getattr(module, f"{stack}_bias") if module.has_bias else None
         weights = weights.transpose(1, 2) if module.is_transposed else weights
+        weights = weights.contiguous() if linear_of is _dense else weights  # all in one tensor
         dense.append([TorchLinear(weight, None if biases is None else biases[at]) for at, weight in enumerate(weights)])
         names = ([f"{name}.{expert}.{part}" for part in parts] for expert in range(len(weights)))
         found.append([linear_of(each, at.weight, at.bias) for each, at in zip(names, dense[-1], strict=True)])

@@ -110,10 +110,15 @@ def test_decode_steps_with_adapters_are_graphs(folder: Path, tmp_path: Path, mon
     assert with_graphs == tokens_of(folder, **settings) != tokens_of(folder)
 
 
-def test_experts_of_transformers_models_are_computed_by_our_product(tmp_path: Path) -> None:
-    save(OTHERS["olmoe"], tmp_path)
+@pytest.mark.parametrize("family", ["olmoe", "llama4, chunks, and queries that grow with the position"])
+def test_experts_of_transformers_models_are_computed_by_our_product(tmp_path: Path, family: str) -> None:
+    save(OTHERS[family], tmp_path)
     model = Checkpoint.open(tmp_path).load(torch.float32, CPU)
     CudaBackend(KVCacheShape.of(model.config, 16, torch.float32), CPU, "a test").prepare(model)
     experts = [type(mixture.experts) for mixture in model.mixtures()]
     assert experts == [CudaExperts] * 3
+
+
+def test_a_model_of_transformers_has_the_tokens_of_the_cpu_backend(tmp_path: Path) -> None:
+    save(OTHERS["olmoe"], tmp_path)
     assert tokens_of(tmp_path, layers=3, attention="triton") == tokens_of(tmp_path, layers=3)
