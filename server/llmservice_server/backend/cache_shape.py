@@ -77,12 +77,12 @@ class KVCacheShape:
     windows: tuple[int | None, ...]  # one per layer
     block_size: int
     dtype: torch.dtype
-    in_chunks: bool = False  # a layer's window is the size of the chunks outside of which a query sees nothing
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     has_sinks: bool = False  # each head, at least of some layers, has a score of no value that the softmax counts
     sliding_heads: Heads | None = None  # of the layers with a window, where they differ from the others
     sources: tuple[int, ...] = ()  # of each layer, the one whose keys and values it sees; empty: its own
     is_latent: bool = False  # the values are the keys, and are not stored
+    in_chunks: bool = False  # a layer's window is the size of the chunks outside of which a query sees nothing
 
     @classmethod
     def of(cls, config: CausalShape, block_size: int, dtype: torch.dtype) -> Self:

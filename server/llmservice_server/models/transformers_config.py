@@ -201,7 +201,7 @@ def _refuse_kinds(config: Any, text: Any, name: str) -> None:
 def _refuse_sizes(text: Any) -> None:
     """transformers does not, and the examined model takes as long as config.json says."""
     for key, most in _LARGEST.items():
-        size = getattr(text, key, 1)
+        size = vars(text).get(text.attribute_map.get(key, key))  # as an attribute it has to be the same in all layers
         if isinstance(size, int) and not 1 <= size <= most:
             raise ModelLoadError(f"config.json: {key} is {size}, expected 1 to {most}: correct it, or fetch it again")
 
