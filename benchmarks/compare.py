@@ -4,9 +4,9 @@ Each engine runs in its own process, warmed up and without HTTP. Request lengths
 trace, scaled to a model with 12 layers and hidden size 768; 32 requests are always in flight, and only requested tokens
 count. Then single requests, for which the engines alternate; ours and the best of the others are measured more often,
 so that temporary slowness of a shared machine affects both.
-`--formats` compares our products of 8 and 4 bits with bfloat16's and with llama.cpp's Q8_0 and Q4_K_M, and
-transformers' code on our cache with transformers' own (`make bench-formats`). The head of the model of 4 bits has 8, as
-Q4_K_M's has more bits (6.56) than the rest.
+`--formats` compares our products of 4 bits, and of 8 where the CPU has instructions for them, with bfloat16's and with
+llama.cpp's Q8_0 and Q4_K_M, and transformers' code on our cache with transformers' own (`make bench-formats`). The head
+of the model of 4 bits has 8, as Q4_K_M's has more bits (6.56) than the rest.
 There is a file of results for each kind of CPU, by its vector instructions; only whole runs write it.
 Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes. With `--avx2` every engine
 keeps to the instructions of a CPU without AVX-512, llama.cpp by another build (`make bench-avx2`).
@@ -165,9 +165,18 @@ def checks(
     return found
 
 
+def formats() -> dict[str, str]:
+    """The peers of `--formats`; products of 8 bits need instructions that not every CPU has."""
+    from llmservice_server.backend.cpu.linear_kernels import HAS_QUAD_PRODUCT  # which `keep_to_avx2` may change
+
+    return {peer: name for peer, name in FORMATS.items() if peer != INT8 or HAS_QUAD_PRODUCT}
+
+
 def format_checks(batches: Mapping[str, Report], turns: Mapping[str, list[float]], dtype: str) -> list[Check]:
     found = []
     for peer, other, together, alone in FORMAT_TARGETS:
+        if peer not in batches:
+            continue
         ratio = batches[peer].output_tokens_per_s / batches[other].output_tokens_per_s
         what = f"{dtype}: output tokens/s at {IN_FLIGHT} in flight, {peer} ÷ {other}"
         found.append(Check(what, f">= {together:g}", ratio))
@@ -189,7 +198,7 @@ def compare(peers: Mapping[str, str], dtype: str, count: int) -> tuple[list[dict
         if {LLAMA_CPP, Q8_0} & peers.keys():
             import_module("peers.gguf_file").write_gguf(checkpoint(MODEL, dtype), gguf, dtype)
         batch, single = jobs(dtype, count, IN_FLIGHT, gguf)
-        shown = measure(peers, batch, single, all_turns=INT8 in peers)
+        shown = measure(peers, batch, single, all_turns=INT4 in peers)
     ours = shown[OURS]
     for peer, answers in shown.items():
         taken = single.requests[: len(answers.single)]
@@ -204,7 +213,7 @@ def compare(peers: Mapping[str, str], dtype: str, count: int) -> tuple[list[dict
             about = {"peer": peer, "dtype": dtype, "in_flight": in_flight}
             rows.append({**about, **report.row(), "same_tokens_as_ours": same})
             print(_line(rows[-1]), flush=True)
-    return rows, format_checks(batches, turns, dtype) if INT8 in peers else checks(batches, turns, ttft_s, dtype)
+    return rows, format_checks(batches, turns, dtype) if INT4 in peers else checks(batches, turns, ttft_s, dtype)
 
 
 HEADER = f"{'':<26}{'dtype':<10}{'at once':>8}{'tok/s':>8}{latency_titles()}{'same tokens':>13}"
@@ -237,7 +246,7 @@ def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int, *, is_whol
         found += judged
     print(*(check.line() for check in found), sep="\n")
     settings = {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}
-    name = "compare_formats" if INT8 in peers else "compare"
+    name = "compare_formats" if INT4 in peers else "compare"
     if is_whole:
         Results(name, rows, found, settings).by_cpu().write()
     return 1 if any(row["failed"] for row in rows) else 0
@@ -254,7 +263,7 @@ if __name__ == "__main__":
     if arguments.avx2:
         keep_to_avx2(arguments.avx2)
     if arguments.formats:
-        sys.exit(main(FORMATS, ["bfloat16"], arguments.requests, is_whole=arguments.requests == REQUESTS))
+        sys.exit(main(formats(), ["bfloat16"], arguments.requests, is_whole=arguments.requests == REQUESTS))
     is_whole = not arguments.only and {*arguments.dtype} == {*DTYPES} and arguments.requests == REQUESTS
     chosen = {peer: name for peer, name in CLASSES.items() if peer == OURS or peer in (arguments.only or CLASSES)}
     sys.exit(main(chosen, arguments.dtype, arguments.requests, is_whole=is_whole))

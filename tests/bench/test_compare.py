@@ -237,3 +237,5 @@ def test_formats_are_compared_with_the_same_bits_and_the_same_code() -> None:
     found = format_checks(batches, turns, "bfloat16")
     assert [check.measured for check in found] == [1.5, 2.0, 2.0, 0.4, 2.0, 0.5, 2.5]
     assert [check.met for check in found] == [True, True, True, False, True, False, True]
+    del batches[INT8]
+    assert format_checks(batches, turns, "bfloat16") == found[4:]
