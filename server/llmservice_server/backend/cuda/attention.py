@@ -160,7 +160,10 @@ class TritonAttention:
         shape = self.shape
         tile_tokens = tokens_per_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
         tiles = np.array([*query_tiles(tables.chunks[:, 2].tolist(), tile_tokens)], np.int32).reshape(-1, 2)
-        table_rows = self.tables.update(step.block_tables)
+        there = self.tables
+        if not there.has_room(len(step)):  # a sequence has a table for each chunk that it is divided into
+            there = BlockTables(self.device)
+        table_rows = there.update(step.block_tables)
         places = np.stack([tables.decode_rows, table_rows[tables.is_decode]], axis=1)
         chunks = np.column_stack([tables.chunks, table_rows[~tables.is_decode]])
         lists = self.work(tables.decode_lengths)
@@ -168,10 +171,10 @@ class TritonAttention:
         slots, places_there, tiles_there, chunks_there, *work = tables_to_device(
             [tables.slots, places, tiles, chunks, *lists], self.device
         )
-        own = partial(prefill, tiles=tiles_there, sequences=chunks_there, tables=self.tables.matrix)
+        own = partial(prefill, tiles=tiles_there, sequences=chunks_there, tables=there.matrix)
         return self.step(
             slots,
-            self.decodes(places_there, work, has_parts) if len(places) else None,
+            self.decodes(places_there, work, has_parts, there) if len(places) else None,
             ((self._varlen.chunks(tables, shape, self.device) if self._varlen else None) or own)
             if len(chunks)
             else None,
@@ -190,18 +193,23 @@ class TritonAttention:
         return [part for window in self.windows for part in split(lengths, window, length)]
 
     def decodes(
-        self, places: torch.Tensor, work: Sequence[torch.Tensor], has_parts: Sequence[bool] | None = None
+        self,
+        places: torch.Tensor,
+        work: Sequence[torch.Tensor],
+        has_parts: Sequence[bool] | None = None,
+        tables: BlockTables | None = None,
     ) -> Decodes:
         """The arguments of `decode`; `work` as its namesake returns it, on the device.
 
         `has_parts`: whether a sequence has several, by window; None: it may differ between the repetitions of a graph.
+        `tables`: None: those that graphs read.
         """
         shape = self.shape
         lists = map(WorkList, work[::2], work[1::2], has_parts or [True] * len(self.windows))
         return Decodes(
             places,
             dict(zip(self.windows, lists, strict=True)),
-            self.tables.matrix,
+            (tables or self.tables).matrix,
             DecodeScratch(self.num_items(len(places)), shape.num_heads, shape.head_dim, self.device),
         )
 

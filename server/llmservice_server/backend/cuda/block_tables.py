@@ -30,6 +30,10 @@ class BlockTables:
         """Blocks of a table, at most, without another matrix."""
         return self.matrix.shape[1]
 
+    def has_room(self, num_tables: int) -> bool:
+        """For so many tables in a step, where graphs read the matrix."""
+        return not self._captured or num_tables <= len(self.matrix)
+
     def reserve(self, num_tables: int, num_blocks: int) -> None:
         """Make room for so many tables in a step, each of so many blocks, for good: graphs may read the matrix.
 

@@ -286,9 +286,10 @@ def test_groups_of_layers_have_tables_of_their_own(model: DecoderModel) -> None:
 
 @torch.inference_mode()
 def test_layers_that_see_chunks_have_lengths_of_their_own(model: DecoderModel) -> None:
+    """And a table for each chunk of a prompt, which may be more than the sequences of the largest graph."""
     shape = replace(attention_of(model, windows=(None, 32)).shape, in_chunks=True)
     attention, other = (by_group(shape, lambda of_group: attention_of(model, of_group.windows)) for _ in range(2))
-    graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [2], Recorder())
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 1, 16), [1], Recorder())
     full, sliding = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
     for start, count in ((0, 62), *((start, 1) for start in range(62, 67))):
         step = replace(StepInput.of([(start, count, full)], range(count)), more_tables=[[sliding]])
