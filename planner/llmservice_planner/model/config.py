@@ -263,10 +263,8 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
         found["num_key_value_heads"] = attention.get("kv_n_heads")
     if text.get("layer_types") is None:
         found["layer_types"] = _layer_types(text)
-    if text.get("attention_chunk_size") is not None:
-        found["sliding_window"] = text[
-            "attention_chunk_size"
-        ]  # what is behind a chunk is given back as behind a window
+    if (chunk := text.get("attention_chunk_size")) is not None:
+        found["sliding_window"] = chunk  # what is behind a chunk is given back as behind a window
     if isinstance(layer_types := found["layer_types"], list):
         layer_types = ["sliding_attention" if each == "chunked_attention" else each for each in layer_types]
         found["layer_types"] = layer_types
