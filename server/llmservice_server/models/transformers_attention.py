@@ -150,6 +150,7 @@ def pass_latents(model: Any) -> list[LatentExpansion]:
 
 
 CHUNKS = 2
+"""The size `shape[-2]` of a `Mask` of layers that see chunks."""
 
 
 class Mask(torch.Tensor):
