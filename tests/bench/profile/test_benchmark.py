@@ -113,7 +113,7 @@ def test_a_mixture_and_a_model_of_transformers_code_are_refused(
 
 
 def test_a_quantised_model_has_the_operations_of_its_dense_one(tmp_path: Path) -> None:
-    quantized, dense = write_both(tmp_path, FORMATS["W8A8 int8"])
+    quantized, dense = write_both(tmp_path, FORMATS["W4A16"])
     models = [open_engine(folder, PHASES, threads=1).runner.model for folder in (quantized, dense)]
     for phase in PHASES:
         assert phase.least_operations(models[0]) == phase.least_operations(models[1])
