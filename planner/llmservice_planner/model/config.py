@@ -247,7 +247,7 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
 
     Its KV cache is computed from these keys; its weights are only known from the checkpoint's files.
     """
-    found = dict(text)
+    found = dict(text) | _windows(text)
     for key, others in {**UNKNOWN_KEYS, **UNKNOWN_EXPERT_KEYS}.items():
         if found.get(key) is None:
             found[key] = next((text[other] for other in others if text.get(other) is not None), None)
@@ -261,13 +261,7 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
         found["num_hidden_layers"] = 2 * text["num_layers"]  # each has attention twice
     if isinstance(attention := text.get("attn_config"), Mapping) and not found.get("num_key_value_heads"):  # DBRX
         found["num_key_value_heads"] = attention.get("kv_n_heads")
-    if text.get("layer_types") is None:
-        found["layer_types"] = _layer_types(text)
-    if (chunk := text.get("attention_chunk_size")) is not None:
-        found["sliding_window"] = chunk  # what is behind a chunk is given back as behind a window
-    if isinstance(layer_types := found["layer_types"], list):
-        layer_types = ["sliding_attention" if each == "chunked_attention" else each for each in layer_types]
-        found["layer_types"] = layer_types
+    layer_types = found["layer_types"]
     kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
     kinds -= {"full_attention", "sliding_attention", "attention"}  # the last one is Granite 4's name of the first
     missing = [key for key in UNKNOWN_KEYS if found[key] is None]
@@ -279,6 +273,18 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
             f"{problem}: give the figures themselves with --shape (spec.model.shape)"
         )
     return found
+
+
+def _windows(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers with a window, and the window. What is behind a chunk of Llama 4 is given back as behind a window."""
+    if text.get("model_type") == "llama4_text":
+        text = {"attention_chunk_size": 8192, **text}
+    chunk, layer_types = text.get("attention_chunk_size"), text.get("layer_types")
+    if layer_types is None:
+        layer_types = _layer_types(text)
+    if isinstance(layer_types, list):
+        layer_types = ["sliding_attention" if each == "chunked_attention" else each for each in layer_types]
+    return {"layer_types": layer_types, "sliding_window": text.get("sliding_window") if chunk is None else chunk}
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str] | None:

@@ -74,6 +74,11 @@ def test_sliding_layers(
         ({"sliding_window_pattern": "LLLG"}, 0),
         ({"sliding_window_pattern": 4, "layer_types": ["sliding_attention"] + ["full_attention"] * 7}, 1),
         ({}, 0),
+        ({"model_type": "llama4_text"}, 6),
+        ({"model_type": "llama4_text", "no_rope_layers": []}, 6),  # as the published config.json of Scout
+        ({"model_type": "llama4_text", "no_rope_layers": [1, 0, 0, 0, 1, 0, 0, 0]}, 2),
+        ({"model_type": "llama4_text", "layer_types": ["chunked_attention"] * 5 + ["full_attention"] * 3}, 5),
+        ({"model_type": "llama4_text", "attention_chunk_size": None, "sliding_window": None}, 0),
     ],
 )
 def test_sliding_layers_of_other_families_are_found_without_layer_types(
