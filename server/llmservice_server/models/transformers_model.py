@@ -232,12 +232,12 @@ class TransformersModel:
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The states after the last norm; otherwise as `Model.forward`."""
-        token = attend_of_pass.set(attend)
-        positions_of_pass.set(positions)
+        token, placed = attend_of_pass.set(attend), positions_of_pass.set(positions)
         try:
             output = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         finally:
             attend_of_pass.reset(token)
+            positions_of_pass.reset(placed)
         states: torch.Tensor = output.last_hidden_state[0]
         return states
 
