@@ -33,6 +33,15 @@ class TemplateOptions:
 
 _DEFAULTS = TemplateOptions()
 _PROBE = "⟦a message⟧"
+_CALL = {"id": "call", "type": "function", "function": {"name": "f", "arguments": {}}}
+_ASKED = {"role": "user", "content": "a"}
+# What comes before a message of each role.
+_BEFORE: dict[str, list[dict[str, Any]]] = {
+    "system": [],
+    "user": [],
+    "assistant": [_ASKED],
+    "tool": [_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}],
+}
 _END = "⟦the end of the last message⟧ "  # no message contains it; the space at its end may be stripped by a template
 
 
@@ -56,7 +65,8 @@ class ChatTemplate:
         # The names that it reads without having set them, which a request may set.
         self.variables = meta.find_undeclared_variables(environment.parse(self.source))
         self._special_tokens = dict(special_tokens)
-        self._takes_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
+        self._takes_text = self._shows("user", _PROBE) or not self._shows("user", _as_parts([_PROBE]))
+        self._takes_parts = {role for role in _BEFORE if self._shows(role, _as_parts([_PROBE, _PROBE]))}
         arguments: dict[str, Any] = {_PROBE: {}}
         calls = [(content, given) for content in ("", None) for given in (arguments, _to_json(arguments))]
         shown = next((call for call in calls if self._shows_call(*call)), calls[0])
@@ -68,10 +78,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: TemplateOptions = _DEFAULTS,
     ) -> str:
-        """The prompt for the assistant's next turn. Raises ChatTemplateError, never an exception of Jinja."""
+        """The prompt for the assistant's next turn. Raises ChatTemplateError, never an exception of Jinja.
+
+        The `content` of a message is a text or a list of texts. Where the template reads parts of content, it decides
+        what is between them; elsewhere a newline is.
+        """
         given = [dict(message) for message in messages]
         if options.continue_last:
-            given[-1]["content"] += _END
+            *before, last = _as_list(given[-1]["content"])
+            given[-1]["content"] = [*before, last + _END]
         fixed = {
             "messages": [self._message(message) for message in given],
             "tools": None if tools is None else [dict(tool) for tool in tools],
@@ -96,9 +111,14 @@ class ChatTemplate:
         call; that of Command R7B calls it `tool_plan`.
         """
         given = dict(message)
-        if self._takes_parts:
-            given["content"] = _as_parts(given["content"])
-        elif self._takes_none and given.get("tool_calls"):
+        texts = _as_list(given["content"])
+        if len(texts) > 1 and given["role"] in self._takes_parts:
+            given["content"] = _as_parts(texts)
+        elif not self._takes_text:
+            given["content"] = _as_parts(["\n".join(texts)])
+        else:
+            given["content"] = "\n".join(texts)
+        if self._takes_none and self._takes_text and given.get("tool_calls"):
             given["content"] = given["content"] or None
         if self._takes_json and "tool_calls" in given:
             given["tool_calls"] = [_with_json(call) for call in given["tool_calls"]]
@@ -109,9 +129,11 @@ class ChatTemplate:
             given["tool_plan"] = given.get("reasoning_content") or ""
         return given
 
-    def _shows(self, content: object) -> bool:
-        """Whether a prompt has the `content` of its message in it; templates of some models with images read parts."""
-        return _PROBE in _probe(self._template, [{"role": "user", "content": content}], self._special_tokens)
+    def _shows(self, role: str, content: str | list[dict[str, str]]) -> bool:
+        """Whether a prompt has all text of the `content` in it; templates of some models with images read parts."""
+        prompt = _probe(self._template, [*_BEFORE[role], {"role": role, "content": content}], self._special_tokens)
+        wanted = 1 if isinstance(content, str) else len(content)
+        return prompt.count(_PROBE) == wanted and f"'{_PROBE}'" not in prompt and f'"{_PROBE}"' not in prompt
 
     def _shows_call(self, beside: str | None, arguments: object) -> bool:
         """Whether a prompt has the `arguments` of a call as JSON in it, with the content `beside` the call.
@@ -119,7 +141,7 @@ class ChatTemplate:
         Templates of DeepSeek read a string; those of V3 and the R1 distillations show calls without a content alone.
         """
         call = {"id": "call", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        content = _as_parts("a") if self._takes_parts else "a"
+        content = "a" if self._takes_text else _as_parts(["a"])
         turn = {"role": "assistant", "content": beside, "tool_calls": [call]}
         prompt = _probe(self._tools_template, [{"role": "user", "content": content}, turn], self._special_tokens)
         return _PROBE in prompt and f"'{_PROBE}'" not in prompt
@@ -134,8 +156,12 @@ def _probe(template: Template, messages: Sequence[Mapping[str, Any]], special_to
         return ""
 
 
-def _as_parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
+def _as_list(content: str | list[str] | None) -> list[str]:
+    return [content] if isinstance(content, str) else content or [""]
+
+
+def _as_parts(texts: list[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -324,10 +324,10 @@ def test_an_answer_that_is_only_reasoning_can_be_sent_back_as_a_message() -> Non
     assert request.messages[1].as_template_input() == expected
 
 
-def test_text_parts_are_joined_and_developer_means_system() -> None:
+def test_text_parts_are_kept_and_developer_means_system() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     request = parse_chat(_encode(CHAT | {"messages": [{"role": "developer", "content": parts}]}))
-    assert request.messages[0].as_template_input() == {"role": "system", "content": "one\ntwo"}
+    assert request.messages[0].as_template_input() == {"role": "system", "content": ["one", "two"]}
 
 
 def test_parameters_that_contradict_each_other_are_refused() -> None:

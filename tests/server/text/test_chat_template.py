@@ -152,6 +152,23 @@ def test_a_template_that_reads_parts_of_content_gets_them(messages: list[dict[st
     assert last["content"] in continued
 
 
+# As those of Qwen3-VL: text and parts are read, but of a system's message the text alone.
+EITHER = """{% for message in messages %}{{ message.role }}:
+{%- if message.content is string or message.role == 'system' %}{{ message.content }}
+{%- else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
+{{- eos_token }}{% endfor %}"""
+
+
+def test_texts_of_a_message_are_parts_where_the_template_reads_them_and_lines_elsewhere() -> None:
+    turns = [{"role": role, "content": ["a", "b"]} for role in ("system", "user", "assistant")]
+    assert ChatTemplate(EITHER, {"eos_token": ";"}).render(turns) == "system:a\nb;user:ab;assistant:ab;"
+    continued = ChatTemplate(EITHER, {}).render(turns, None, TemplateOptions(False, True))
+    assert continued == "system:a\nbuser:abassistant:ab"
+    quoted = "{% for message in messages %}{{ message.content | tojson }}{% endfor %}"
+    assert ChatTemplate(quoted, {}).render(turns[:1]) == '"a\\nb"'
+    assert ChatTemplate(PARTS, {}).render([turns[1]]) == "user: ab"
+
+
 def test_a_call_without_content_has_one_empty_part() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": []}
     assert ChatTemplate(PARTS, {}).render([call]) == "assistant: "

@@ -94,12 +94,16 @@ class Message(Part):
 
     @property
     def text(self) -> str:
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        return "\n".join(self._texts)
+
+    @property
+    def _texts(self) -> list[str]:
+        return [part.text for part in self.content] if isinstance(self.content, list) else [self.content or ""]
 
     def as_template_input(self) -> dict[str, Any]:
         """`developer` is OpenAI's newer name for `system`, and the one that templates know. Raises ValueError."""
-        given: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        content = self._texts if len(self._texts) > 1 else self.text
+        given: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.name is not None:
             given["name"] = self.name
         if self.reasoning_content is not None:

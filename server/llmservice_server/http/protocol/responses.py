@@ -24,6 +24,7 @@ from llmservice_server.http.protocol.chat import (
     Message,
     NamedTool,
     RequestedEffort,
+    TextPart,
     TokenLogprob,
     Tool,
     ToolCall,
@@ -346,9 +347,9 @@ def _messages(instructions: str | None, given: str | Sequence[InputItem]) -> lis
     messages = [Message(role="system", content="\n\n".join(texts))] if texts else []
     for item in items[len(leading) :]:
         if isinstance(item, FunctionCallOutput):
-            messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+            messages.append(Message(role="tool", content=_content(item.output), tool_call_id=item.call_id))
         elif isinstance(item, InputMessage) and item.role != "assistant":
-            messages.append(Message(role=item.role, content=_text(item.content)))
+            messages.append(Message(role=item.role, content=_content(item.content)))
         else:
             _add_of_assistant(messages, item)
     if not messages:  # reasoning without text
@@ -374,13 +375,17 @@ def _add_of_assistant(messages: list[Message], item: InputMessage | InputReasoni
         if item.text:
             messages.append(Message(role="assistant", reasoning_content=item.text))
     elif last is not None and last.content is None:
-        last.content = _text(item.content)
+        last.content = _content(item.content)
     else:
-        messages.append(Message(role="assistant", content=_text(item.content)))
+        messages.append(Message(role="assistant", content=_content(item.content)))
 
 
 def _text(content: _Texts) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _content(given: _Texts) -> str | list[TextPart]:
+    return given if isinstance(given, str) else [TextPart(type="text", text=part.text) for part in given]
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
