@@ -85,7 +85,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._request_ended = False
+        idle_timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
+        if idle_timer is not None:  # uvicorn stops it at any bytes, also at those of a body that was refused before
+            if self._head_has_begun or self._is_answering():
+                idle_timer.cancel()
+            else:
+                self.timeout_keep_alive_task = idle_timer
         if self._head_is_open and not self._request_ended and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:

@@ -19,13 +19,13 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class App:
-    """Answers with the body that it received, or with more bytes than a socket holds."""
+    """Answers with the body that it received, before it is received (/early), or with more than a socket holds."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body, more = b"", True
+        body, more = b"", scope["path"] != "/early"
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -153,6 +153,19 @@ async def test_a_head_that_does_not_arrive_in_time_is_refused(start: bytes) -> N
 async def test_a_connection_without_a_request_is_closed() -> None:
     async with served(client_timeout_s=0.1) as (_, _, port):
         assert await converse(port) == b""
+
+
+@pytest.mark.parametrize("rest", [b"ab", b"abc", b"abc\r\n"], ids=["part of the body", "the body", "an empty line"])
+async def test_bytes_after_an_early_answer_keep_no_connection(rest: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmservice_httpserver.listening.KEEP_ALIVE_S", 0.3)
+    async with served() as (app, _, port), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /early HTTP/1.1\r\nContent-Length: 3\r\n\r\n")
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(rest)
+        assert await reader.read() == b""
+        writer.close()
+    assert app.bodies == [b""]
 
 
 async def test_nothing_is_written_into_an_answer_in_progress() -> None:
