@@ -12,6 +12,7 @@ import jinja2
 import msgspec
 import tokenizers
 
+from llmservice_planner.model.encoders import SENTENCES
 from llmservice_server.text.chat_formats import ChatFormatError, ChatFormats, FormatNames
 from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
 from llmservice_server.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, byte_of_letter
@@ -139,6 +140,9 @@ class Tokenizer:
             raise ModelLoadError(f"{path} cannot be read ({error}): fetch it again") from error
         library.no_truncation()
         library.no_padding()
+        if _is_lowercased(directory):
+            parts = [tokenizers.normalizers.Lowercase(), *filter(None, [library.normalizer])]
+            library.normalizer = tokenizers.normalizers.Sequence(parts)
         config = folder / "tokenizer_config.json"
         settings = read_json_object(config) if config.is_file() else {}
         _add_tokens_of_flags(library, settings)
@@ -293,6 +297,13 @@ def _has_types(settings: dict[str, Any]) -> bool:
     if isinstance(inputs, list):
         return "token_type_ids" in inputs
     return str(settings.get("tokenizer_class")) not in _WITHOUT_TYPES
+
+
+def _is_lowercased(directory: Path) -> bool:
+    """Whether sentence-transformers makes texts lower-case, whatever the tokenizer does itself."""
+    files = (directory / name for name in SENTENCES)
+    settings = next(filter(None, (read_json_object(file) for file in files if file.is_file())), {})
+    return settings.get("do_lower_case") is True
 
 
 def _add_tokens_of_flags(library: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:

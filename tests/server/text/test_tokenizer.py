@@ -221,6 +221,18 @@ def test_flags_of_llamas_tokenizers_add_tokens_that_the_post_processor_lacks(
         assert tokenizer.encode_chat(MESSAGES) == prompt
 
 
+@pytest.mark.parametrize("has_normalizer", [True, False])
+def test_texts_are_lower_case_where_sentence_transformers_makes_them_so(model: Path, has_normalizer: bool) -> None:
+    _change(model / "tokenizer.json", normalizer={"type": "NFC"} if has_normalizer else None)
+    plain = Tokenizer.load(model)
+    (model / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": false}')
+    assert Tokenizer.load(model).encode("Caf\u00c9") == plain.encode("Caf\u00c9") != plain.encode("caf\u00e9")
+    (model / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": true}')
+    lower = Tokenizer.load(model)
+    assert lower.encode("Caf\u00c9") == plain.encode("caf\u00e9")
+    assert lower.encode_pairs([("A", "B")]) == plain.encode_pairs([("a", "b")])
+
+
 @given(sizes=st.tuples(st.integers(0, 9), st.integers(0, 9)), num_tokens=st.integers(4, 14))
 def test_texts_and_pairs_are_cut_as_the_library_cuts_them(sizes: tuple[int, int], num_tokens: int) -> None:
     library = tokenizers.Tokenizer(models.WordLevel({"[CLS]": 0, "[SEP]": 1, "a": 2, "b": 3}, unk_token="a"))
