@@ -196,8 +196,8 @@ class Tokenizer:
         joined = []
         for pair in zip(*sides, strict=True):
             shorter, longer = sorted(pair, key=len)
-            shorter.truncate(max(room // 2, room - len(longer)))
-            longer.truncate(room - len(shorter))
+            _cut(shorter, max(room // 2, room - len(longer)))
+            _cut(longer, room - len(shorter))
             joined.append(self._library.post_process(*pair))
         return joined
 
@@ -276,6 +276,15 @@ class Tokenizer:
     def words(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's entry for each id, in the tokenizer's own spelling; empty for an id without one."""
         return [self._library.id_to_token(token_id) or "" for token_id in ids]
+
+
+def _cut(text: tokenizers.Encoding, num_tokens: int) -> None:
+    """The library keeps what it cuts off in pieces of this length, and joins each of one text with each of the other.
+
+    Cut twice, a text has one such piece.
+    """
+    text.truncate(num_tokens + 1)
+    text.truncate(num_tokens)
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -250,6 +250,13 @@ def test_texts_and_pairs_are_cut_as_the_library_cuts_them(sizes: tuple[int, int]
     assert (pair.token_ids, pair.type_ids) == (expected.ids, expected.type_ids)
 
 
+def test_what_is_cut_off_two_long_texts_is_not_joined_with_each_other(tiny_model: Path) -> None:
+    text = "some text " * 100
+    (joined,) = Tokenizer.load(tiny_model)._joined([(text, text)], 20)
+    assert len(joined.ids) == 20
+    assert len(joined.overflowing) <= 3, "in pieces of 10 tokens it would be hundreds, and gigabytes for long texts"
+
+
 @pytest.mark.parametrize(
     ("config", "has_types"),
     [
