@@ -71,6 +71,7 @@ _TOOLS = "additional_chat_templates/tool_use.jinja"
 _PROMPT_END = 16  # tokens, enough for a tag in letters and white space
 _NONE_KEPT: Mapping[int, str] = {}
 _BUILT_OF_FLAGS = {"LlamaTokenizer", "LlamaTokenizerFast"}
+_NORMALIZED_BY_FLAGS = {"BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer"}
 _WITHOUT_TYPES = {"DistilBertTokenizer", "DistilBertTokenizerFast", "TokenizersBackend"}
 """Of transformers, which give a model no token types although tokenizer.json may have them."""
 LONG_TEXT_BYTES = 4096
@@ -140,12 +141,13 @@ class Tokenizer:
             raise ModelLoadError(f"{path} cannot be read ({error}): fetch it again") from error
         library.no_truncation()
         library.no_padding()
-        if _is_lowercased(directory):
-            parts = [tokenizers.normalizers.Lowercase(), *filter(None, [library.normalizer])]
-            library.normalizer = tokenizers.normalizers.Sequence(parts)
         config = folder / "tokenizer_config.json"
         settings = read_json_object(config) if config.is_file() else {}
         _add_tokens_of_flags(library, settings)
+        _normalize_by_flags(library, settings)
+        if _is_lowercased(directory):
+            parts = [tokenizers.normalizers.Lowercase(), *filter(None, [library.normalizer])]
+            library.normalizer = tokenizers.normalizers.Sequence(parts)
         ends, own_end = eos_token_ids(directory), library.token_to_id(_special_tokens(settings).get("eos_token", ""))
         try:
             return cls(
@@ -306,6 +308,16 @@ def _has_types(settings: dict[str, Any]) -> bool:
     if isinstance(inputs, list):
         return "token_type_ids" in inputs
     return str(settings.get("tokenizer_class")) not in _WITHOUT_TYPES
+
+
+def _normalize_by_flags(library: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """transformers' tokenizers of BERT follow tokenizer_config.json where tokenizer.json says something else."""
+    named, given = str(settings.get("tokenizer_class")).removesuffix("Fast"), library.normalizer
+    if named in _NORMALIZED_BY_FLAGS and isinstance(given, tokenizers.normalizers.BertNormalizer):
+        names = {"do_lower_case": "lowercase", "tokenize_chinese_chars": "handle_chinese_chars"}
+        keys = (*names, "strip_accents")
+        flags = {names.get(key, key): settings[key] for key in keys if isinstance(settings.get(key), bool)}
+        library.normalizer = tokenizers.normalizers.BertNormalizer(clean_text=given.clean_text, **flags)
 
 
 def _is_lowercased(directory: Path) -> bool:

@@ -221,6 +221,27 @@ def test_flags_of_llamas_tokenizers_add_tokens_that_the_post_processor_lacks(
         assert tokenizer.encode_chat(MESSAGES) == prompt
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "as_text"),
+    [
+        ("BertTokenizer", {"do_lower_case": True}, "cafe \u4e2d \u56fd"),
+        ("BertTokenizerFast", {}, "cafe \u4e2d \u56fd"),
+        ("DistilBertTokenizer", {"do_lower_case": False}, "Caf\u00e9 \u4e2d \u56fd"),
+        ("MPNetTokenizer", {"strip_accents": False, "tokenize_chinese_chars": False}, "caf\u00e9 \u4e2d\u56fd"),
+        ("PreTrainedTokenizerFast", {"do_lower_case": True}, "Caf\u00e9 \u4e2d \u56fd"),
+    ],
+)
+def test_tokenizers_of_bert_follow_the_flags_of_their_configuration(
+    model: Path, name: str, flags: dict[str, Any], as_text: str
+) -> None:
+    plain = Tokenizer.load(model)
+    normalizer = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": False}
+    _change(model / "tokenizer.json", normalizer={"type": "BertNormalizer", **normalizer})
+    _change(model / "tokenizer_config.json", tokenizer_class=name, **flags)
+    ids = Tokenizer.load(model).encode("Caf\u00e9 \u4e2d\u56fd", add_special_tokens=False)
+    assert " ".join(plain.decode(ids).split()) == as_text
+
+
 @pytest.mark.parametrize("has_normalizer", [True, False])
 def test_texts_are_lower_case_where_sentence_transformers_makes_them_so(model: Path, has_normalizer: bool) -> None:
     _change(model / "tokenizer.json", normalizer={"type": "NFC"} if has_normalizer else None)
