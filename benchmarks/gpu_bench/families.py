@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _CASES_PER_PROCESS = 4
 """So that a lost CUDA context takes few others with it."""
 _MOST_PROCESSES = 16
+_MAX_NUM_SEQS = 8
 
 
 _LARGER = {  # for formats with groups of 128 inputs
@@ -71,10 +72,10 @@ def families(bench: Bench) -> Findings:
     known = [name for name, family in OTHERS.items() if family.model_type in CONFIG_MAPPING]  # to this transformers
     ways: list[tuple[str, Implementation]] = [(name, "own") for name in FAMILIES]
     ways += [(name, "transformers") for name in known]
-    ways = ways[: bench.sizes.num_families]
     others = _others(bench)
     cases = [Case(name, code, "float32", *others) for name, code in ways]
     cases += [Case(name, code, "bfloat16", *others) for name, code in ways if code == "own"]
+    cases = cases[: bench.sizes.num_families]
     rows = _computed(bench, cases)
     different = sum(row["dtype"] == "float32" and row.get("different tokens", 1) > 0 for row in rows)
     return Findings(
@@ -109,7 +110,8 @@ def formats(bench: Bench) -> Findings:
 def _others(bench: Bench) -> tuple[Mapping[str, Any], tuple[int, ...], int]:
     """A case's settings, prompts and number of tokens."""
     sizes = bench.sizes
-    settings = {**bench.gpu.settings, "max_num_batched_tokens": min(64, sizes.max_num_batched_tokens)}
+    tokens = max(_MAX_NUM_SEQS, min(64, max(sizes.family_prompts)))
+    settings = {**bench.gpu.settings, "max_num_batched_tokens": tokens}
     return settings, sizes.family_prompts, sizes.family_tokens
 
 
@@ -161,7 +163,7 @@ def _compared(case: Case, folder: Path) -> dict[str, Any]:
         model=served,
         implementation=case.implementation,
         dtype=case.dtype,
-        max_num_seqs=8,
+        max_num_seqs=_MAX_NUM_SEQS,
         max_model_len=256,
         prefill_chunk_tokens=19,
         **{**case.settings, "kv_cache_memory_bytes": 64 << 20, **(slots if len(references) > 1 else {})},

@@ -29,7 +29,7 @@ TOY = Sizes(
     head_dims=(24,), block_sizes=(16, 64), groups=((4, 2), (3, 1)), spans=(((0, 5), (17, 1), (0, 1)), ((9, 3),)),
     context=8, kernel_batches=(1, 3), prompts=((16, 8),), race_tokens=(32,),
     products=((128, 256),), product_rows=(3,), experts=(4, 2, 64, 32), expert_tokens=(3,),
-    num_families=1, family_prompts=(3,), family_tokens=3, families_s=60.0,
+    num_families=1, family_prompts=(3,), family_tokens=3, families_s=240.0,
     sampling_batches=(3,), swapped_blocks=8,
     max_num_seqs=4, max_model_len=96, max_num_batched_tokens=32,
     decode_batches=(1, 2), step_prompts=(16,), step_repetitions=2,

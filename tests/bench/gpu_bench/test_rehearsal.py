@@ -40,7 +40,7 @@ PARTS: dict[str, dict[str, int]] = {
     "quantized": {"product": 7},
     "experts": {"experts": 1},
     "agreement": {"agreement": 4},
-    "families": {"family": 2},
+    "families": {"family": 1},
     "formats": {"family": 2},
     "by_transformers": {"decode step of transformers' code": 2},
     "with_adapters": {"decode step with adapters": 2},
