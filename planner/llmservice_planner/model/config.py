@@ -277,22 +277,23 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
 
 def _windows(text: Mapping[str, Any]) -> dict[str, Any]:
     """The layers with a window, and the window. What is behind a chunk of Llama 4 is given back as behind a window."""
-    if text.get("model_type") == "llama4_text":
-        text = {"attention_chunk_size": 8192, **text}
-    chunk, layer_types = text.get("attention_chunk_size"), text.get("layer_types")
+    chunk = text.get("attention_chunk_size", 8192) if text.get("model_type") == "llama4_text" else None
+    window, layer_types = text.get("sliding_window") if chunk is None else chunk, text.get("layer_types")
+    if text.get("model_type") == "mimo_v2_flash" and isinstance(before := text.get("sliding_window_size"), int):
+        window = before + 1  # with the query's own token
     if layer_types is None:
-        layer_types = _layer_types(text)
+        layer_types = _layer_types(text, in_chunks=chunk is not None)
     if isinstance(layer_types, list):
         layer_types = ["sliding_attention" if each == "chunked_attention" else each for each in layer_types]
-    return {"layer_types": layer_types, "sliding_window": text.get("sliding_window") if chunk is None else chunk}
+    return {"layer_types": layer_types, "sliding_window": window}
 
 
-def _layer_types(text: Mapping[str, Any]) -> list[str] | None:
+def _layer_types(text: Mapping[str, Any], *, in_chunks: bool) -> list[str] | None:
     """By the keys of MiMo-V2, Cohere 2 and Llama 4; None where there are none."""
     slides, pattern, layers = (
         text.get(key) for key in ("hybrid_layer_pattern", "sliding_window_pattern", "num_hidden_layers")
     )
-    if text.get("attention_chunk_size") is not None:
+    if in_chunks:
         slides, pattern = text.get("no_rope_layers") or None, text.get("no_rope_layer_interval", 4)
     if slides is None and _is_small_count(pattern) and _is_small_count(layers):
         slides = [(layer + 1) % pattern != 0 for layer in range(layers)]

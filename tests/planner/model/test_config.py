@@ -57,6 +57,12 @@ def test_a_config_without_dtype_means_float32(config_of: ConfigOf) -> None:
         ("qwen3-30b-a3b", {"use_sliding_window": True, "sliding_window": 64}, 64, 48),
         ("llama-3-8b", {"sliding_window": 4096}, None, 0),  # not a thing in this family
         ("mistral-7b", {"model_type": "ministral3"}, 4096, 32),
+        (
+            "mistral-7b",
+            {"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [0, 1] * 16, "sliding_window_size": 128},
+            129,
+            16,
+        ),
     ],
 )
 def test_sliding_layers(
@@ -70,6 +76,7 @@ def test_sliding_layers(
     ("keys", "sliding"),
     [
         ({"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1, 1]}, 6),  # as the published config.json of MiMo-V2-Flash
+        ({"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1, 0], "attention_chunk_size": 128}, 5),  # which names it, too
         ({"sliding_window_pattern": 4}, 6),  # as that of Command R7B
         ({"sliding_window_pattern": "LLLG"}, 0),
         ({"sliding_window_pattern": 4, "layer_types": ["sliding_attention"] + ["full_attention"] * 7}, 1),
