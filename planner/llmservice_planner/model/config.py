@@ -257,6 +257,8 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
         found["intermediate_size"] = 4 * found["hidden_size"]
     if text.get("multi_query"):
         found["num_key_value_heads"] = 1
+    if found["num_experts"] == 1:  # of Hunyuan's dense models, which do not say how many a token takes
+        found["num_experts"] = None
     if text.get("model_type") == "longcat_flash" and _is_small_count(text.get("num_layers")):
         found["num_hidden_layers"] = 2 * text["num_layers"]  # each has attention twice
     if isinstance(attention := text.get("attn_config"), Mapping) and not found.get("num_key_value_heads"):  # DBRX

@@ -293,6 +293,7 @@ def test_so_are_its_experts_also_where_each_layer_has_a_number_of_its_own() -> N
     for config in (hunyuan, ernie):
         shape = _shape({**common, **config})
         assert (shape.num_experts, shape.experts_per_token, shape.moe_intermediate_size) == (8, 2, 48)
+    assert _shape({**common, "model_type": "hunyuan_v1_dense", "num_experts": 1}).num_experts == 0
 
 
 GEMMA_4 = {  # 31B, as published
