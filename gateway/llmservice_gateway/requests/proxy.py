@@ -42,7 +42,7 @@ REFUSALS = frozenset({429, 503})
 """Statuses of a pod whose queue is full, or that drains: another one may have capacity."""
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0
-"""Below the pods' own keep-alive (uvicorn: 5 s), so that no connection is reused while the pod closes it."""
+"""Far below the keep-alive of the pods (75 s), so that no connection is reused while the pod closes it."""
 
 # RFC 9110, section 7.6.1: these concern one connection and are not forwarded.
 HOP_BY_HOP = frozenset(

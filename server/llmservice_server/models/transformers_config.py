@@ -259,6 +259,8 @@ def _refuse_attention(calls: list[Call], text: Any, name: str) -> None:
     }
     if [call.layer for call in calls] != list(range(text.num_hidden_layers)):
         problem = f"{len(calls)} of its {text.num_hidden_layers} layers have attention, expected every layer once"
+    elif uneven := [call.heads for call in calls if call.heads.num_heads % call.heads.num_kv_heads]:
+        problem = f"{uneven[0].num_heads} heads of queries share {uneven[0].num_kv_heads} of keys, expected a divisor"
     elif len(kinds := {(call.window is None, call.heads) for call in calls}) > len({is_full for is_full, _ in kinds}):
         problem = "its layers differ in heads, and not only those with a window from the others"
     elif (largest := max(rows := {call.heads.row for call in calls})) % min(rows):

@@ -61,7 +61,8 @@ class _Product(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`."""
-        return self.linear(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+        rows = self.linear(hidden.flatten(0, -2))
+        return rows.view(*hidden.shape[:-1], rows.shape[-1])
 
 
 class _Mixture(torch.nn.Module):

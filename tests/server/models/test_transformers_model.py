@@ -66,6 +66,7 @@ def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
         ("bart", SMALL | {"encoder_layers": 2, "decoder_layers": 2, "is_encoder_decoder": False}, "counts positions"),
         ("clip_vision_model", {}, "no decoder-only language model"),
         ("qwen2", SMALL | {"is_causal": False}, "attention is not causal"),
+        ("glm4_moe", SMALL | {"num_key_value_heads": 3}, "4 heads of queries share 3 of keys"),
         ("olmo2", SMALL | {"architectures": ["Olmo2ForOtherThings"]}, "transformers has no model of this name"),
     ],
 )

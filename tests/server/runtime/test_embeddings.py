@@ -147,8 +147,10 @@ def test_vectors_of_a_decoder_go_through_its_modules(tmp_path: Path) -> None:
     (tmp_path / "2_Dense/config.json").write_text('{"activation_function": "torch.nn.Identity"}')
     weight = torch.randn(10, SMALL["hidden_size"])
     save_file({"linear.weight": weight}, tmp_path / "2_Dense/model.safetensors")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
     engine = load_engine(EngineConfig(model=tmp_path, dtype="float32", threads=1, max_model_len=128))
     assert (engine.ready.task, engine.ready.embedding_size) == ("generate", 10)
+    assert engine.ready.max_embedding_tokens == 100
     assert isinstance(engine.embedder, BatchEmbedder)
     for ids, vector in zip(_inputs(3), _embed(engine.embedder, _inputs(3)), strict=True):
         with torch.inference_mode():

@@ -168,7 +168,7 @@ def pack(linear: Linear, *, for_kernel: bool = True) -> Linear:
 
     torch does this itself for compiled models only, with the same operators.
     """
-    if not isinstance(linear, TorchLinear):
+    if not isinstance(linear, TorchLinear) or not linear.weight.numel():
         return linear
     dtype, (outputs, inputs) = linear.weight.dtype, linear.weight.shape
     fits = dtype == torch.bfloat16 and outputs % COLUMNS == 0 and inputs % 2 == 0

@@ -101,7 +101,7 @@ def _check(body: EmbeddingRequest, inputs: Sequence[list[int]], ready: Ready, to
 
 def _bound(ready: Ready) -> str:
     if ready.is_decoder:
-        return "the smaller of --max-model-len and --max-num-batched-tokens"
+        return "the least of --max-model-len, --max-num-batched-tokens and max_seq_length in sentence_bert_config.json"
     return "the model's context, or --max-model-len"
 
 
