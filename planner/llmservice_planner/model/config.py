@@ -23,6 +23,7 @@ from llmservice_planner.model.families import (
     UNKNOWN_EXPERT_KEYS,
     UNKNOWN_KEYS,
     UNKNOWN_WITH_WINDOWS,
+    UNSERVED_KEYS,
     Family,
     find_family,
 )
@@ -266,13 +267,17 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
     layer_types = found["layer_types"]
     kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
     kinds -= {"full_attention", "sliding_attention", "attention"}  # the last one is Granite 4's name of the first
-    missing = [key for key in UNKNOWN_KEYS if found[key] is None]
-    if missing or kinds or config.get("is_encoder_decoder"):
-        problem = f"has layers of {', '.join(sorted(kinds))}" if kinds else "is no decoder-only model"
-        problem = f"lacks {', '.join(missing)}" if missing else problem
+    if not layer_types:
+        kinds = {what for key, what in UNSERVED_KEYS.items() if text.get(key) is not None}
+    if kinds or config.get("is_encoder_decoder"):
+        problem = f"it has layers of {', '.join(sorted(kinds))}" if kinds else "it is no decoder-only model"
+        raise ShapeError(
+            f"model_type {text.get('model_type')} cannot be served: {problem}, expected attention to keys and values"
+        )
+    if missing := [key for key in UNKNOWN_KEYS if found[key] is None]:
         raise ShapeError(
             f"model_type {text.get('model_type')} is not one whose layout is known ({_known()}), and its config.json "
-            f"{problem}: give the figures themselves with --shape (spec.model.shape)"
+            f"lacks {', '.join(missing)}: give the figures themselves with --shape (spec.model.shape)"
         )
     return found
 

@@ -250,6 +250,13 @@ _ALL = (
 
 UNKNOWN_WITH_WINDOWS = frozenset({"ministral3", "phimoe", "starcoder2"})
 """Families that are not listed, with a window in all layers if config.json names one."""
+UNSERVED_KEYS: Mapping[str, str] = {
+    "linear_num_key_heads": "linear attention",  # Qwen3-Next, Qwen3.5
+    "mamba_d_state": "state spaces",  # Jamba, Bamba, Falcon-H1, Granite 4
+    "conv_L_cache": "convolutions",  # LFM2
+    "index_topk": "attention to chosen tokens",  # DeepSeek V3.2, GLM-5
+}
+"""Keys of config.json by which such layers are known where `layer_types` does not list them."""
 UNKNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
