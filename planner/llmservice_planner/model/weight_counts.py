@@ -284,7 +284,7 @@ def _outputs(module: str, tensor: StoredTensor, *, is_weight: bool) -> int:
 
 def _adapted(module: str, *shape: int) -> dict[str, int]:
     """What a tensor of any kind adds to the features of adapters' slots."""
-    is_down = "down" in module or "output" in module or module.endswith(".w2")
+    is_down = "down" in module or "output" in module or module.endswith((".w2", ".fc2"))
     match shape:
         case (experts, outputs, inputs) if _IN_LAYER.search(module):
             return {"expert_features": experts * (inputs + outputs) * (1 if is_down else 2)}
