@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import llmservice_server
+from llmservice_server import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +37,10 @@ def generate(packages: Path, model: Path) -> tuple[str, str, list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[int]:
-    """The tokens of the whole package."""
-    return generate(SOURCE.parent, tiny_model)[2]
+    """The tokens of the whole package, in this process."""
+    llm = LLM(tiny_model, threads=1, kv_cache_memory_bytes=2**20)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    return list(llm.generate(["One two three"], params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
 @pytest.mark.parametrize(("removed", "kept", "backend"), [("cpu", "cuda", "torch"), ("cuda", "cpu", "cpu")])
