@@ -44,21 +44,17 @@ class Sequence:
     def expected(
         self, window: int | None, softcap: float | None = None, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`[num_tokens, HEADS * HEAD_DIM]`, one query and one head at a time."""
-        rows = []
-        for position in range(self.start, self.start + self.num_tokens):
-            first = 0 if window is None else max(0, position + 1 - window)
-            for head in range(HEADS):
-                kv_head = head // (HEADS // KV_HEADS)
-                keys = self.key_value[first : position + 1, kv_head]
-                values = self.key_value[first : position + 1, KV_HEADS + kv_head]
-                scores = keys @ self.query[position, head] / math.sqrt(HEAD_DIM)
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[head : head + 1]))
-                rows.append(scores.softmax(-1)[: len(values)] @ values)
-        return torch.stack(rows).view(self.num_tokens, HEADS * HEAD_DIM)
+        """`[num_tokens, HEADS * HEAD_DIM]`: all scores, of which those of keys that a query does not see are masked."""
+        keys, values = self.key_value.transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, dim=0).chunk(2)
+        scores = self.query[self.start :].transpose(0, 1) @ keys.mT / math.sqrt(HEAD_DIM)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        places, own = torch.arange(len(self.query)), torch.arange(self.start, len(self.query))[:, None]
+        seen = (places <= own) & (places > own - (len(self.query) if window is None else window))
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, self.num_tokens, 1)), -1)
+        return (scores.softmax(-1)[..., : len(places)] @ values).transpose(0, 1).flatten(1)
 
 
 def torch_attention(shape: KVCacheShape, num_blocks: int) -> Attention:
