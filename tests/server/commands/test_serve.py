@@ -62,11 +62,15 @@ def test_health_answers_while_the_model_is_still_loading(start_server: Callable[
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "a"})[0] == 200
 
 
-def test_sigterm_while_loading_exits_with_success(start_server: Callable[..., Any]) -> None:
+def test_sigterm_while_loading_exits_with_success_and_waits_for_no_scrape_that_hangs(
+    start_server: Callable[..., Any],
+) -> None:
     server = start_server()
-    assert server.url
-    server.process.terminate()
-    assert server.wait_for_exit() == 0
+    host, port = server.metrics_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as hanging:
+        hanging.sendall(b"POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
+        server.process.terminate()
+        assert server.wait_for_exit() == 0
     assert server.errors == []
 
 
@@ -76,18 +80,26 @@ def _runs(record: Path) -> bool:
     return running
 
 
-def test_sigterm_finishes_what_runs_and_refuses_the_new(start_server: Callable[..., Any], tmp_path: Path) -> None:
+def test_sigterm_finishes_what_runs_and_refuses_the_new_and_the_half_sent(
+    start_server: Callable[..., Any], tmp_path: Path
+) -> None:
     record = tmp_path / "start.json"
     server = start_server("--drain-timeout", "30", "--start-record", str(record)).wait_until_ready()
     assert _runs(record)
-    requests = [Background(lambda: server.post("/v1/completions", LONG)) for _ in range(4)]
-    server.wait_for(lambda: server.metric("llmservice_num_requests_running") == 4 or None)
-    server.process.terminate()
-    server.wait_for(lambda: any(line["message"] == "draining" for line in server.log) or None)
-    assert server.get("/ready")[0] == 503
-    assert server.metric("llmservice_num_requests_running") == 4
-    status, answer = server.post("/v1/completions", LONG)
-    assert (status, answer["error"]["message"]) == (503, "the server is shutting down: try again")
+    with _half_sent_body(server) as connection:
+        requests = [Background(lambda: server.post("/v1/completions", LONG)) for _ in range(4)]
+        server.wait_for(lambda: server.metric("llmservice_num_requests_running") == 4 or None)
+        server.process.terminate()
+        server.wait_for(lambda: any(line["message"] == "draining" for line in server.log) or None)
+        assert server.get("/ready")[0] == 503
+        assert server.metric("llmservice_num_requests_running") == 4
+        status, answer = server.post("/v1/completions", LONG)
+        assert (status, answer["error"]["message"]) == (503, "the server is shutting down: try again")
+        half_sent, answer = _answer_until_closed(connection)
+        assert (half_sent, answer["error"]["message"]) == (
+            b"HTTP/1.1 503 Service Unavailable",
+            "the server is shutting down: try again",
+        )
     for request in requests:
         request.join()
         assert request.status == 200
@@ -111,7 +123,7 @@ def _answer_until_closed(connection: socket.socket) -> tuple[bytes, Any]:
     return head.split(b"\r\n")[0], json.loads(body)
 
 
-IMPATIENT = ("--body-timeout", "300ms", "--stuck-timeout", "1s")
+IMPATIENT = ("--body-timeout", "300ms", "--request-timeout", "500ms", "--stuck-timeout", "0")
 
 
 def test_a_body_that_is_not_complete_in_time_is_refused_and_its_connection_closed(
@@ -125,17 +137,6 @@ def test_a_body_that_is_not_complete_in_time_is_refused_and_its_connection_close
     assert answer["error"]["message"] == (
         "the body was not complete within 0.3 s: send it faster, or have --body-timeout raised"
     )
-
-
-def test_sigterm_refuses_a_half_sent_body_at_once(start_server: Callable[..., Any]) -> None:
-    server = start_server("--drain-timeout", "50").wait_until_ready()
-    with _half_sent_body(server) as connection:
-        server.get("/health")  # by then the half that was sent before has been read
-        server.process.terminate()
-        status, answer = _answer_until_closed(connection)
-    assert status == b"HTTP/1.1 503 Service Unavailable"
-    assert answer["error"]["message"] == "the server is shutting down: try again"
-    assert server.wait_for_exit() == 0
 
 
 def test_a_drain_that_times_out_ends_with_an_error_for_the_client_and_success_for_the_process(
@@ -195,11 +196,18 @@ def test_the_engine_ends_with_a_parent_that_was_killed_and_leaves_no_sockets_beh
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_that_is_stuck_is_killed_and_its_clients_get_an_error(
+def test_an_engine_is_stuck_that_has_neither_answered_nor_refused_and_is_killed_and_its_clients_get_an_error(
     start_server: Callable[..., Any], tmp_path: Path
 ) -> None:
     record = tmp_path / "start.json"
     server = start_server("--stuck-timeout", "1s", "--start-record", str(record)).wait_until_ready()
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
+    assert server.post("/v1/completions", body)[0] == 200
+    for refused in ({"top_k": 10**30}, {"min_tokens": 2**70}):
+        assert server.post("/v1/completions", body | refused)[0] == 400
+    time.sleep(1.5)  # longer than one that has work may be silent
+    assert server.get("/health")[0] == server.get("/ready")[0] == 200
+    assert server.post("/v1/completions", body)[0] == 200
     engine = _child(server.process.pid)
     os.kill(engine, signal.SIGSTOP)
     assert server.get("/health")[0] == 200  # it has no work
@@ -214,8 +222,8 @@ def test_an_engine_that_is_stuck_is_killed_and_its_clients_get_an_error(
     assert not _runs(record), "the server's own kill is no sign of too little memory"
 
 
-def test_a_deadline_is_kept_while_the_engine_stands_still(start_server: Callable[..., Any]) -> None:
-    server = start_server("--request-timeout", "500ms", "--stuck-timeout", "0").wait_until_ready()
+def test_a_deadline_is_kept_while_the_engine_stands_still(shared_server: Callable[..., Any]) -> None:
+    server = shared_server(*IMPATIENT)
     engine = _child(server.process.pid)
     os.kill(engine, signal.SIGSTOP)
     status, answer = server.post("/v1/completions", LONG)
@@ -225,19 +233,6 @@ def test_a_deadline_is_kept_while_the_engine_stands_still(start_server: Callable
     os.kill(engine, signal.SIGCONT)
     server.wait_until_idle()
     assert server.post("/v1/completions", LONG | {"max_tokens": 2})[0] == 200
-
-
-def test_an_engine_that_has_answered_or_never_got_what_was_refused_is_not_stuck(
-    shared_server: Callable[..., Any],
-) -> None:
-    server = shared_server(*IMPATIENT)
-    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
-    assert server.post("/v1/completions", body)[0] == 200
-    for refused in ({"top_k": 10**30}, {"min_tokens": 2**70}):
-        assert server.post("/v1/completions", body | refused)[0] == 400
-    time.sleep(1.5)  # longer than one that has work may be silent
-    assert server.get("/health")[0] == server.get("/ready")[0] == 200
-    assert server.post("/v1/completions", body)[0] == 200
 
 
 def _gone(process_id: int) -> bool:
@@ -295,15 +290,6 @@ def test_each_port_has_its_paths_and_no_other(server: Any) -> None:
         status, body = server.get(path, url)
         assert (status, json.loads(body)["error"]["type"]) == (404, "invalid_request_error")
     assert "/metrics" not in json.loads(server.get("/openapi.json")[1])["paths"]
-
-
-def test_a_scrape_that_hangs_delays_no_shutdown(start_server: Callable[..., Any]) -> None:
-    server = start_server()
-    host, port = server.metrics_url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as hanging:
-        hanging.sendall(b"POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
-        server.process.terminate()
-        assert server.wait_for_exit() == 0
 
 
 def test_equal_ports_serve_everything_on_one(start_server: Callable[..., Any]) -> None:

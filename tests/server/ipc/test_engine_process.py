@@ -117,29 +117,30 @@ def test_the_end_of_the_pipe_ends_the_engine(tiny_model: Path, tmp_path: Path) -
     assert parent.process.returncode == 1
 
 
-ASK = """
+VARIABLE = """
 import os, sys, llmservice_server
 assert "torch" not in sys.modules
 llmservice_server.LLM
+print(os.environ["THP_MEM_ALLOC_ENABLE"])
+"""
+PAGES = """
 import torch
 kept = torch.zeros(16 << 20)
 pages = [line for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")]
-print(os.environ["THP_MEM_ALLOC_ENABLE"], pages[0].split()[1])
+print(pages[0].split()[1])
 """
 
 
-def huge_pages(environment: dict[str, str]) -> tuple[str, int]:
-    """The variable after `LLM` is imported, and the KiB in huge pages with a tensor of 64 MiB."""
+def printed(code: str, **environment: str) -> list[str]:
     run = subprocess.run(
-        [sys.executable, "-c", ASK],
+        [sys.executable, "-c", code],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
-    variable, kib = run.stdout.split()
-    return variable, int(kib)
+    return run.stdout.split()
 
 
 def kernel_has_huge_pages() -> bool:
@@ -149,13 +150,14 @@ def kernel_has_huge_pages() -> bool:
 
 @pytest.mark.skipif(not kernel_has_huge_pages(), reason="this kernel has huge pages disabled")
 def test_large_tensors_lie_in_huge_pages() -> None:
-    variable, kib = huge_pages({})
+    """Of 64 MiB, in KiB, after `LLM` is imported."""
+    variable, kib = printed(VARIABLE + PAGES)
     assert variable == "1"
-    assert kib > 32 << 10
+    assert int(kib) > 32 << 10
 
 
 def test_a_setting_of_the_caller_takes_precedence() -> None:
-    assert huge_pages({"THP_MEM_ALLOC_ENABLE": "0"})[0] == "0"
+    assert printed(VARIABLE, THP_MEM_ALLOC_ENABLE="0") == ["0"]
 
 
 def test_the_allocator_grows_its_segments_and_threads_wait_a_little() -> None:
