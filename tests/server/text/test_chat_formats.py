@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -392,9 +393,14 @@ def _with_markers() -> tuple[LLTokenizer, dict[str, int]]:
 TOKENS = _with_markers()
 
 
-def allowed(grammar: str, text: str, tokenizer: LLTokenizer) -> bool:
+@lru_cache(maxsize=32)
+def matcher_of(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     check_grammar(grammar)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    return LLMatcher(tokenizer, grammar, log_level=0)
+
+
+def allowed(grammar: str, text: str, tokenizer: LLTokenizer) -> bool:
+    matcher = matcher_of(grammar, tokenizer).deep_copy()
     return matcher.consume_tokens(tokenizer.tokenize_str(text, parse_special=True)) and matcher.is_accepting()
 
 
