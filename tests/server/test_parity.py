@@ -2,8 +2,9 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def always(chosen: list[_Param]) -> pytest.MarkDecorator:
     marks = [() if case in chosen else pytest.mark.soak for case in CASES]
     params = [pytest.param(case[1:], id=case[0], marks=mark) for case, mark in zip(CASES, marks, strict=True)]
     return pytest.mark.parametrize("case", params, indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _opened_once() -> Iterator[None]:
+    """A checkpoint is examined once for all tests of it, none of which changes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "open", lru_cache(maxsize=2)(Checkpoint.open))
+        yield
 
 
 @pytest.fixture(scope="module", params=[pytest.param(case[1:], id=case[0]) for case in CASES])
@@ -207,10 +216,11 @@ def _has_experts_of_ours(case: Case) -> bool:
 
 
 def test_logits_are_the_same_in_chunks_and_over_scattered_blocks(case: Case) -> None:
-    tokens = _prompt(120)
+    tokens = _prompt(104)
     with torch.inference_mode():
         expected = case.reference(torch.tensor([tokens])).logits[0]
-    ours = _logits(case, tokens, [40, 1, 1, 33, 25, *[1] * 20], "float32")
+    # Single tokens before and behind the end of a block, of Llama 4's chunk, and where a window leaves a block.
+    ours = _logits(case, tokens, [40, 1, 1, 33, 20, 1, 1, 5, 1, 1], "float32")
     assert _errors(ours, expected).max() < LOGIT_TOLERANCE
 
 
