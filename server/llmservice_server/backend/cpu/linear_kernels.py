@@ -61,6 +61,10 @@ HAS_WIDE_REGISTERS = bool(_CPU_FEATURES.get("avx512f"))
 _KERNEL_ROWS_AT_ONCE = 6
 """Their sums and the weights of a line fill the vector registers: of 64 columns in 32 registers of 16 numbers, or of 16
 columns in 16 registers of 8."""
+_FEW_ROWS = 12
+"""Rows for which numbers had better be converted in the product than before it, where registers hold 16 columns."""
+_FEW_ROWS_AT_ONCE = 4
+"""Their sums, the numbers of a line and those of a row fill 16 registers of 8."""
 _STRIP_LINES = 128
 """Lines that are converted at a time where registers hold 16 columns: at most 16 KiB of each of them."""
 HAS_QUAD_PRODUCT = HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512vnni"))
@@ -187,14 +191,16 @@ def _expand_rows(context: Any, hidden: Any, rows: Any) -> Any:
 
 
 def _product_kernel(num_rows: int, num_vectors: int = VECTORS) -> Any:
-    """A function `(hidden, columns, first, sums)`: adds the products of rows `first` to `first + num_rows` to `sums`.
+    """A function `(hidden, columns, first, sums, ahead)`: adds products of `num_rows` rows from `first` on to `sums`.
 
-    hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 16 * num_vectors]`,
-    contiguous. sums: `[rows, 16 * num_vectors]` float32; or int32, for `[rows, in / 4]` of four 8-bit integers.
+    hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 16 * num_vectors]`.
+    sums: `[rows, 16 * num_vectors]` float32; or int32, for `[rows, in / 4]` of four 8-bit integers. ahead: the bytes
+    from the first line to what is prefetched meanwhile, as much as is read; not for a contiguous strip, which is in the
+    core's cache.
     """
 
-    def typed(context: Any, hidden: Any, columns: Any, first: Any, sums: Any) -> Any:
-        return types.void(hidden, columns, types.intp, sums), generate
+    def typed(context: Any, hidden: Any, columns: Any, first: Any, sums: Any, ahead: Any) -> Any:
+        return types.void(hidden, columns, types.intp, sums, types.intp), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def address(argument: int, *index: Any) -> Any:
@@ -207,18 +213,20 @@ def _product_kernel(num_rows: int, num_vectors: int = VECTORS) -> Any:
         rows = [builder.bitcast(address(0, number, 0), element.as_pointer()) for number in numbers]
         columns = context.make_array(signature.args[1])(context, builder, value=arguments[1])
         num_lines = cgutils.unpack_tuple(builder, columns.shape)[0]
+        stride = cgutils.unpack_tuple(builder, columns.strides)[0]
         sums = [address(3, number, LANES * part) for number in numbers for part in range(num_vectors)]
         before = [llvm.load(builder, sum_, sum_dtype, LANES) for sum_ in sums]
         totals = [cgutils.alloca_once_value(builder, value) for value in before]
         start = address(1, 0, 0)
         with cgutils.for_range(builder, num_lines) as loop:
             line_bytes = ir.Constant(loop.index.type, 4 * LANES * num_vectors)
-            line = builder.gep(start, [builder.mul(loop.index, line_bytes)])
+            line = builder.gep(start, [builder.mul(loop.index, stride)])
+            ahead = builder.add(arguments[4], builder.mul(loop.index, line_bytes))
             weights = []
             for offset in range(0, 4 * LANES * num_vectors, 4 * LANES):
-                if num_vectors == VECTORS:  # otherwise the columns are in the core's cache
-                    ahead = builder.gep(line, [ir.Constant(first.type, offset + _PREFETCH_BYTES)])
-                    llvm.prefetch(builder, ahead, soon=PREFETCH_SOON)
+                if num_vectors == VECTORS or signature.args[1].layout != "C":
+                    place = builder.add(ahead, ir.Constant(first.type, offset))
+                    llvm.prefetch(builder, builder.gep(start, [place]), soon=PREFETCH_SOON)
                 vector = builder.gep(line, [ir.Constant(first.type, offset)])
                 weights.append(llvm.load(builder, vector, dtype, LANES))
             for row, pointer in enumerate(rows):
@@ -254,16 +262,33 @@ def multiply_columns(hidden: Any, columns: Any, sums: Any) -> None:
 def add_products(hidden: Any, columns: Any, sums: Any) -> None:
     """Add the products of `hidden` with `columns` to `sums` `[num_rows, 64]`."""
     if hidden.shape[0] == 1:
-        _single(hidden, columns, 0, sums)
+        _single(hidden, columns, 0, sums, _PREFETCH_BYTES)
     elif HAS_TILES and are_packed(columns):
         num_lines = columns.shape[0] // TILE_ROWS * TILE_ROWS
         add_by_tiles(hidden[:, :num_lines], columns[:num_lines], sums)
         if num_lines < columns.shape[0]:
-            _add_rows(hidden[:, num_lines:], columns[num_lines:], sums)
+            _add_rows(hidden[:, num_lines:], columns[num_lines:], sums, _PREFETCH_BYTES, _KERNEL_ROWS_AT_ONCE)
     elif HAS_WIDE_REGISTERS:
-        _add_rows(hidden, columns, sums)
+        _add_rows(hidden, columns, sums, _PREFETCH_BYTES, _KERNEL_ROWS_AT_ONCE)
+    elif hidden.shape[0] <= _FEW_ROWS:
+        _add_few_rows(hidden, columns, sums)
     else:
         _add_in_strips(hidden, columns, sums)
+
+
+@compiled_inner()
+def _add_few_rows(hidden: Any, columns: Any, sums: Any) -> None:
+    """`add_products`, 16 columns at a time, whose numbers are converted as they are multiplied.
+
+    The next lines are prefetched in their order meanwhile: a quarter of them with each 16 columns of these.
+    """
+    for first in range(0, columns.shape[0], _STRIP_LINES):
+        lines = slice(first, min(first + _STRIP_LINES, columns.shape[0]))
+        num_bytes = 4 * COLUMNS * (lines.stop - first)
+        for part in range(VECTORS):
+            strip = slice(part * LANES, (part + 1) * LANES)
+            ahead = num_bytes + part * (num_bytes // VECTORS - 4 * LANES)
+            _add_rows(hidden[:, lines], columns[lines, strip], sums[:, strip], ahead, _FEW_ROWS_AT_ONCE)
 
 
 @compiled_inner(owns_arrays=True)
@@ -280,28 +305,29 @@ def _add_in_strips(hidden: Any, columns: Any, sums: Any) -> None:
         num_inputs = _expand_columns(columns[lines], strips)
         _expand_rows(hidden[:, lines], rows)
         for part in range(VECTORS):
-            _add_rows(rows, strips[part, :num_inputs], sums[:, part * LANES : (part + 1) * LANES])
+            strip = slice(part * LANES, (part + 1) * LANES)
+            _add_rows(rows, strips[part, :num_inputs], sums[:, strip], 0, _KERNEL_ROWS_AT_ONCE)
 
 
 @compiled_inner()
-def _add_rows(hidden: Any, columns: Any, sums: Any) -> None:
+def _add_rows(hidden: Any, columns: Any, sums: Any, ahead: int, most_rows: int) -> None:
     """`add_products`, or that of a strip, a few rows at a time, in equal parts."""
     first, num_rows = 0, hidden.shape[0]
     while first < num_rows:
         left = num_rows - first
-        count = -(-left // -(-left // _KERNEL_ROWS_AT_ONCE))
+        count = -(-left // -(-left // most_rows))
         if count == 6:
-            _six(hidden, columns, first, sums)
+            _six(hidden, columns, first, sums, ahead)
         elif count == 5:
-            _five(hidden, columns, first, sums)
+            _five(hidden, columns, first, sums, ahead)
         elif count == 4:
-            _four(hidden, columns, first, sums)
+            _four(hidden, columns, first, sums, ahead)
         elif count == 3:
-            _three(hidden, columns, first, sums)
+            _three(hidden, columns, first, sums, ahead)
         elif count == 2:
-            _two(hidden, columns, first, sums)
+            _two(hidden, columns, first, sums, ahead)
         else:
-            _one(hidden, columns, first, sums)
+            _one(hidden, columns, first, sums, ahead)
         first += count
 
 
