@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,12 +79,12 @@ def fit(samples: Sequence[Sample], known: LatencyModel) -> Fit:
         )
     problem = _Problem.of(samples, known)
     everything = np.ones(len(samples), dtype=bool)
-    model, request_s, ridge = problem.solve(everything, _RIDGES)
-    near = np.geomspace(ridge / 2, ridge * 2, 9)
+    model, request_s, best = problem.solve(everything, _RIDGES)
+    near = np.geomspace(best.ridge / 2, best.ridge * 2, 9)
     unseen: list[tuple[Sample, float]] = []
     for phase in phases:
         of_phase = np.array([sample.phase == phase for sample in samples])
-        without, its_request_s, _ = problem.solve(~of_phase, near)
+        without, its_request_s, _ = problem.solve(~of_phase, near, best.coefficients)
         held = (sample for sample in samples if sample.phase == phase)
         unseen += [(sample, predicted(without, its_request_s, sample)) for sample in held]
     seen = [(sample, predicted(model, request_s, sample)) for sample in samples]
@@ -104,6 +104,14 @@ def _by_kind(predictions: Iterable[tuple[Sample, float]]) -> dict[Kind, Errors]:
 
 _LEAST_PHASES = 8  # as many as coefficients, with those of a token, a request and the ridge
 _LINEAR = ("step_s", "mixed_s", "sequence_s", "kv_token_s", "pair_s")
+
+
+class _Found(NamedTuple):
+    """The coefficients that explain the samples best with one ridge."""
+
+    loss: float
+    ridge: float
+    coefficients: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,51 +140,52 @@ class _Problem:
         linear = [[predicted(unit, 0.0, sample) for unit in units] + [sample.requests] for sample in samples]
         return cls(zero, np.array(linear, dtype=float), np.array([s.seconds for s in samples]), read, tokens)
 
-    def solve(self, rows: npt.NDArray[np.bool_], ridges: Array) -> tuple[LatencyModel, float, float]:
-        """The model, the time of a request and the ridge that explain these rows best."""
-        best = min((self._at(rows, ridge) for ridge in ridges), key=lambda each: each[0])
+    def solve(
+        self, rows: npt.NDArray[np.bool_], ridges: Array, start: Array | None = None
+    ) -> tuple[LatencyModel, float, _Found]:
+        """The model and the time of a request that explain these rows best; the search begins at `start`."""
+        best = min((self._at(rows, ridge, start) for ridge in ridges), key=lambda each: each.loss)
         step = float(ridges[1] / ridges[0])
         for _ in range(_REFINEMENTS):
-            nearer = (self._at(rows, ridge) for ridge in np.geomspace(best[1] / step, best[1] * step, 9))
-            best = min((best, *nearer), key=lambda each: each[0])
+            near = np.geomspace(best.ridge / step, best.ridge * step, 9)
+            nearer = [self._at(rows, ridge, best.coefficients) for ridge in near]
+            best = min((best, *nearer), key=lambda each: each.loss)
             step **= 0.25
-        _, ridge, found = best
-        *linear, request_s, token_s = (float(value) for value in found)
-        fitted = dict(zip(_LINEAR, linear, strict=True), weights_s=ridge * token_s, token_s=token_s)
-        return LatencyModel.from_dict({**self.zero.to_dict(), **fitted}), request_s, ridge
+        *linear, request_s, token_s = (float(value) for value in best.coefficients)
+        fitted = dict(zip(_LINEAR, linear, strict=True), weights_s=best.ridge * token_s, token_s=token_s)
+        return LatencyModel.from_dict({**self.zero.to_dict(), **fitted}), request_s, best
 
-    def _at(self, rows: npt.NDArray[np.bool_], ridge: float) -> tuple[float, float, Array]:
-        """The loss with that ridge, the ridge, and the coefficients."""
+    def _at(self, rows: npt.NDArray[np.bool_], ridge: float, start: Array | None) -> _Found:
         column = np.maximum(ridge * self.read, self.tokens).sum(axis=1)
         matrix = np.column_stack([self.columns, column]) / self.seconds[:, None]
-        loss, found = _robust(matrix[rows])
-        return loss, float(ridge), found
+        loss, found = _robust(matrix[rows], start)
+        return _Found(loss, float(ridge), found)
 
 
-def _robust(rows: Array) -> tuple[float, Array]:
+def _robust(rows: Array, start: Array | None) -> tuple[float, Array]:
     """Non-negative coefficients with rows @ coefficients close to 1, and their Huber loss."""
     weights = np.ones(len(rows))
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
+    rows = rows / scale
+    found = None if start is None else start * scale
     for _ in range(_REWEIGHTINGS):
-        found = nnls(rows / scale * weights[:, None], weights)
-        errors = np.abs(rows / scale @ found - 1)
+        found = nnls(rows * weights[:, None], weights, found)
+        errors = np.abs(rows @ found - 1)
         weights = np.sqrt(HUBER / np.maximum(errors, HUBER))
     loss = np.where(errors < HUBER, errors**2 / 2, HUBER * (errors - HUBER / 2)).sum()
     return float(loss), found / scale
 
 
-def nnls(matrix: Array, target: Array) -> Array:
-    """The non-negative x with the least |matrix @ x - target|, by Lawson and Hanson's active sets."""
+def nnls(matrix: Array, target: Array, start: Array | None = None) -> Array:
+    """The non-negative x with the least |matrix @ x - target|, by Lawson and Hanson's active sets.
+
+    Few steps are needed from a non-negative `start` near it.
+    """
     size = matrix.shape[1]
-    x = np.zeros(size)
-    passive = np.zeros(size, dtype=bool)
+    x = np.zeros(size) if start is None else start
+    passive = x > 0
     tolerance = 1e-12 * max(1.0, float(np.abs(matrix.T @ target).max()))
     for _ in range(3 * size):
-        gradient = np.where(passive, -np.inf, matrix.T @ (target - matrix @ x))
-        entering = int(gradient.argmax())
-        if passive.all() or gradient[entering] <= tolerance:
-            break
-        passive[entering] = True
         while True:
             solved = np.zeros(size)
             solved[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
@@ -185,7 +194,12 @@ def nnls(matrix: Array, target: Array) -> Array:
                 x = solved
                 break
             step = float((x[blocking] / np.maximum(x[blocking] - solved[blocking], 1e-300)).min())
-            x += step * (solved - x)
+            x = x + step * (solved - x)
             passive &= x > 1e-14
             x[~passive] = 0.0
+        gradient = np.where(passive, -np.inf, matrix.T @ (target - matrix @ x))
+        entering = int(gradient.argmax())
+        if passive.all() or gradient[entering] <= tolerance:
+            break
+        passive[entering] = True
     return x

@@ -84,9 +84,9 @@ matrices = arrays(np.float64, (12, 4), elements=st.floats(0, 10, width=32))
 targets = arrays(np.float64, 12, elements=st.floats(-10, 10, width=32))
 
 
-@given(matrices, targets)
-def test_nnls_meets_the_optimality_conditions(matrix: np.ndarray, target: np.ndarray) -> None:
-    x = nnls(matrix, target)
+@given(matrices, targets, st.none() | arrays(np.float64, 4, elements=st.floats(0, 10, width=32)))
+def test_nnls_meets_the_optimality_conditions(matrix: np.ndarray, target: np.ndarray, start: np.ndarray | None) -> None:
+    x = nnls(matrix, target, start)
     gradient = matrix.T @ (matrix @ x - target)
     scale = 1 + np.abs(matrix).max() ** 2 * (1 + np.abs(target).max())
     assert (x >= 0).all()
