@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
@@ -119,12 +120,14 @@ def clairvoyant(
     work = Work.of(config.replica.latency, _full_batch(config, trace), trace)
     busy = work.by_slot(trace, duration_s)
 
+    @cache  # loads near each other need the same replicas
+    def outcome(replicas: tuple[int, ...]) -> Outcome:
+        policy = Scheduled("clairvoyant", replicas)
+        return Fleet(replace(config, initial=replicas[0]), trace, policy, duration_s, warmup_s=warmup_s).run()
+
     def run(load: float, around: int) -> Clairvoyant:
         serving = needed(busy, load, bounds, around)
-        replicas = created(serving, max(config.startup_s))
-        policy = Scheduled("clairvoyant", replicas)
-        fleet = Fleet(replace(config, initial=replicas[0]), trace, policy, duration_s, warmup_s=warmup_s)
-        return Clairvoyant(fleet.run(), serving)
+        return Clairvoyant(outcome(tuple(created(serving, max(config.startup_s)))), serving)
 
     found = []
     for around in AROUND:
