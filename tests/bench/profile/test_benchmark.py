@@ -8,6 +8,7 @@ import torch
 
 from harness.checkpoints.families import FAMILIES, OTHERS, save
 from harness.checkpoints.quantized import FORMATS, write_both
+from llmservice_bench.profile import ceilings as machine
 from llmservice_bench.profile.benchmark import least, open_engine, profile_phase, profile_phases, table
 from llmservice_bench.profile.ceilings import Ceilings
 from llmservice_bench.profile.phase import Phase, PhaseLoad
@@ -20,6 +21,13 @@ pytestmark = pytest.mark.slow
 
 PHASES = (Phase("prefill", 1, 24), Phase("decode", 1, 8), Phase("decode", 3, 8))
 CEILINGS = Ceilings(bandwidth_bytes_per_s=1e9, flops=1e9, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def quickly_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ceilings, before and after each phase, as no test looks at their size."""
+    monkeypatch.setattr(machine, "_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "_MATMUL_WIDTH", 128)
 
 
 @pytest.fixture(scope="module")
