@@ -28,7 +28,7 @@ async def test_a_real_server_is_measured_within_the_time_and_its_model_written(t
     async with serving() as server:
         for flags in ((), ("--chat", "--max-num-seqs", "8")):
             path = tmp_path / f"latency-{len(flags)}.json"
-            for seconds in ("5", "30"):
+            for seconds in ("5", "10", "30"):
                 began_s = time.monotonic()
                 given = ("--url", server.url, "--seconds", seconds, "-o", str(path), "--gpu", "h100", *flags)
                 status = await calibrate(*given)
