@@ -35,23 +35,19 @@ from llmservice_local.objects import Object
 
 Path = tuple[str, ...]
 
-_UNTRACKED = frozenset(
-    ("f:metadata", f"f:{name}")
-    for name in (
-        "name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp",
-        "deletionGracePeriodSeconds", "managedFields", "selfLink", "generateName",
-    )
-)  # fmt: skip
+_UNTRACKED = {  # of the metadata
+    "name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp",
+    "deletionGracePeriodSeconds", "managedFields", "selfLink", "generateName",
+}  # fmt: skip
 
 
 def fields_of(obj: Mapping[str, Any], schema: Schema) -> dict[Path, Any]:
     """The paths and values of an object's leaves, atomic values and list-map items (whose value is None)."""
-    found = dict(_walk(obj, schema, ()))
-    return {
-        path: value
-        for path, value in found.items()
-        if path[:2] not in _UNTRACKED and path not in {("f:apiVersion",), ("f:kind",), ("f:metadata",)}
-    }
+    metadata = {name: value for name, value in (obj.get("metadata") or {}).items() if name not in _UNTRACKED}
+    found = dict(_walk({**obj, "metadata": metadata}, schema, ()))
+    for name in ("f:apiVersion", "f:kind", "f:metadata"):
+        found.pop((name,), None)
+    return found
 
 
 def to_fields_v1(paths: Iterable[Path]) -> dict[str, Any]:

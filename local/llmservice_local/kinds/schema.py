@@ -123,7 +123,7 @@ def pruned(value: Any, schema: Schema, path: str = "") -> tuple[Any, list[str]]:
 
 def validate(value: Any, schema: Schema, path: str = "") -> Iterator[FieldError]:
     """Every violation of the schema."""
-    if value is None and schema.get("nullable"):
+    if schema is ANY or (value is None and schema.get("nullable")):
         return
     if wrong := _wrong_type(value, schema, path):
         yield wrong
@@ -265,6 +265,8 @@ def mistyped(value: Any, schema: Schema) -> str | None:
 
 def has_bad_quantity(value: Any, schema: Schema) -> bool:
     """Whether a text within is no quantity, where the schema has one."""
+    if schema is ANY:
+        return False
     if isinstance(value, dict):
         return any(has_bad_quantity(item, field_schema(schema, name)) for name, item in value.items())
     if isinstance(value, list):
