@@ -92,7 +92,7 @@ def _condition(past: Condition | None, verdict: Verdict, generation: int, now: f
 
 def printable(text: str) -> str:
     """One line without control characters: a pod's last log line may be printed on a terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
 
 
 def rfc3339(time_s: float) -> str:
