@@ -22,11 +22,14 @@ settings.load_profile("untimed")
 TESTS = Path(__file__).parent
 E2E = TESTS.parent / "e2e"
 LONGEST = (
+    E2E,
     TESTS / "operator" / "test_recovery.py",
     TESTS / "operator" / "framework" / "test_operator.py",
     TESTS / "server",
 )
 """What takes longest comes first: short files fill the workers best at the end."""
+WAITING = ("e2e/", "tests/operator/framework/", "tests/server/commands/", "tests/server/http/")
+"""Files that mostly wait for processes."""
 PROCESSES = {"server", "start_server", "shared_server"}
 """Fixtures that start a server of its own process."""
 
@@ -52,11 +55,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _Scheduler(LoadFileScheduling):
-    """Two workers run what computes, the others first `e2e`, which mostly waits: so two cores are never idle."""
+    """Two workers first run what computes, the others what waits: so two cores are never idle."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         waits = node in self.nodes[2:]
-        if file := next((file for file in self.workqueue if file.startswith(f"{E2E.name}/") == waits), None):
+        if file := next((file for file in self.workqueue if file.startswith(WAITING) == waits), None):
             self.workqueue.move_to_end(file, last=False)
         super()._assign_work_unit(node)
 
