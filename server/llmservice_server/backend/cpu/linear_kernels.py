@@ -61,12 +61,8 @@ HAS_WIDE_REGISTERS = bool(_CPU_FEATURES.get("avx512f"))
 _KERNEL_ROWS_AT_ONCE = 6
 """Their sums and the weights of a line fill the vector registers: of 64 columns in 32 registers of 16 numbers, or of 16
 columns in 16 registers of 8."""
-_FEW_ROWS = 12
-"""Rows for which numbers had better be converted in the product than before it, where registers hold 16 columns."""
-_FEW_ROWS_AT_ONCE = 4
-"""Their sums, the numbers of a line and those of a row fill 16 registers of 8."""
 _STRIP_LINES = 128
-"""Lines that are converted at a time where registers hold 16 columns: at most 16 KiB of each of them."""
+"""Lines that are multiplied at a time where registers hold 16 columns; the next ones are prefetched meanwhile."""
 HAS_QUAD_PRODUCT = HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512vnni"))
 """Whether the CPU multiplies four pairs of 8-bit integers at a time, and adds them to a 32-bit one."""
 HAS_WORD_TABLE = HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512bw"))
@@ -145,29 +141,6 @@ def emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
 
 
 @intrinsic
-def _expand_columns(context: Any, columns: Any, strips: Any) -> Any:
-    """Write `columns` `[lines, 64]` to `strips` `[4, at least inputs, 16]`, float32; returns the number of inputs."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(columns)(context, builder, value=arguments[0])
-        num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
-        together = ir.Constant(num_lines.type, 1 if columns.dtype == types.float32 else 2)
-        with cgutils.for_range(builder, num_lines) as loop:
-            for part in range(VECTORS):
-                source = llvm.element_address(context, builder, columns, arguments[0], loop.index, LANES * part)
-                ahead = builder.gep(source, [ir.Constant(num_lines.type, _PREFETCH_BYTES)])
-                llvm.prefetch(builder, ahead, soon=PREFETCH_SOON)
-                vector = llvm.load(builder, source, columns.dtype, LANES)
-                for number, numbers in enumerate(numbers_of(builder, vector)):
-                    line = builder.add(builder.mul(loop.index, together), ir.Constant(num_lines.type, number))
-                    target = llvm.element_address(context, builder, strips, arguments[1], part, line, 0)
-                    llvm.store(builder, numbers, target)
-        return builder.mul(num_lines, together)
-
-    return types.intp(columns, strips), generate
-
-
-@intrinsic
 def _expand_rows(context: Any, hidden: Any, rows: Any) -> Any:
     """Write `hidden` `[num_rows, lines]` to `rows` `[num_rows, at least inputs]`, float32."""
     dtype: Any = types.float32 if hidden.dtype == types.float32 else types.uint16
@@ -193,10 +166,10 @@ def _expand_rows(context: Any, hidden: Any, rows: Any) -> Any:
 def _product_kernel(num_rows: int, num_vectors: int = VECTORS) -> Any:
     """A function `(hidden, columns, first, sums, ahead)`: adds products of `num_rows` rows from `first` on to `sums`.
 
-    hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 16 * num_vectors]`.
+    hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 16 * num_vectors]`,
+    which may be of pairs where `hidden` is float32.
     sums: `[rows, 16 * num_vectors]` float32; or int32, for `[rows, in / 4]` of four 8-bit integers. ahead: the bytes
-    from the first line to what is prefetched meanwhile, as much as is read; not for a contiguous strip, which is in the
-    core's cache.
+    from the first line to what is prefetched meanwhile, as much as is read.
     """
 
     def typed(context: Any, hidden: Any, columns: Any, first: Any, sums: Any, ahead: Any) -> Any:
@@ -208,7 +181,8 @@ def _product_kernel(num_rows: int, num_vectors: int = VECTORS) -> Any:
             return llvm.element_address(context, builder, kind, value, *index)
 
         dtype, sum_dtype, first = signature.args[1].dtype, signature.args[3].dtype, arguments[2]
-        element = llvm.FLOAT if dtype == types.float32 else llvm.INT32
+        expanded = signature.args[0].dtype == types.float32 and dtype == types.int32
+        element = llvm.FLOAT if dtype == types.float32 or expanded else llvm.INT32
         numbers = [builder.add(first, ir.Constant(first.type, row)) for row in range(num_rows)]
         rows = [builder.bitcast(address(0, number, 0), element.as_pointer()) for number in numbers]
         columns = context.make_array(signature.args[1])(context, builder, value=arguments[1])
@@ -224,15 +198,18 @@ def _product_kernel(num_rows: int, num_vectors: int = VECTORS) -> Any:
             ahead = builder.add(arguments[4], builder.mul(loop.index, line_bytes))
             weights = []
             for offset in range(0, 4 * LANES * num_vectors, 4 * LANES):
-                if num_vectors == VECTORS or signature.args[1].layout != "C":
-                    place = builder.add(ahead, ir.Constant(first.type, offset))
-                    llvm.prefetch(builder, builder.gep(start, [place]), soon=PREFETCH_SOON)
+                place = builder.add(ahead, ir.Constant(first.type, offset))
+                llvm.prefetch(builder, builder.gep(start, [place]), soon=PREFETCH_SOON)
                 vector = builder.gep(line, [ir.Constant(first.type, offset)])
                 weights.append(llvm.load(builder, vector, dtype, LANES))
-            for row, pointer in enumerate(rows):
-                value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [loop.index])), LANES)
-                for vector, total in zip(weights, totals[row * num_vectors :], strict=False):
-                    builder.store(emit_product(builder, value, vector, builder.load(total)), total)
+            groups = [*zip(*(numbers_of(builder, each) for each in weights), strict=True)] if expanded else [weights]
+            for number, vectors in enumerate(groups):  # the first numbers of pairs, then the second: half the registers
+                place = builder.mul(loop.index, ir.Constant(first.type, len(groups)))
+                place = builder.add(place, ir.Constant(first.type, number))
+                for row, pointer in enumerate(rows):
+                    value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [place])), LANES)
+                    for vector, total in zip(vectors, totals[row * num_vectors :], strict=False):
+                        builder.store(emit_product(builder, value, vector, builder.load(total)), total)
         for sum_, total in zip(sums, totals, strict=True):
             llvm.store(builder, builder.load(total), sum_)
         return context.get_dummy_value()
@@ -267,55 +244,37 @@ def add_products(hidden: Any, columns: Any, sums: Any) -> None:
         num_lines = columns.shape[0] // TILE_ROWS * TILE_ROWS
         add_by_tiles(hidden[:, :num_lines], columns[:num_lines], sums)
         if num_lines < columns.shape[0]:
-            _add_rows(hidden[:, num_lines:], columns[num_lines:], sums, _PREFETCH_BYTES, _KERNEL_ROWS_AT_ONCE)
+            _add_rows(hidden[:, num_lines:], columns[num_lines:], sums, _PREFETCH_BYTES)
     elif HAS_WIDE_REGISTERS:
-        _add_rows(hidden, columns, sums, _PREFETCH_BYTES, _KERNEL_ROWS_AT_ONCE)
-    elif hidden.shape[0] <= _FEW_ROWS:
-        _add_few_rows(hidden, columns, sums)
+        _add_rows(hidden, columns, sums, _PREFETCH_BYTES)
     else:
         _add_in_strips(hidden, columns, sums)
 
 
-@compiled_inner()
-def _add_few_rows(hidden: Any, columns: Any, sums: Any) -> None:
+@compiled_inner(owns_arrays=True)
+def _add_in_strips(hidden: Any, columns: Any, sums: Any) -> None:
     """`add_products`, 16 columns at a time, whose numbers are converted as they are multiplied.
 
-    The next lines are prefetched in their order meanwhile: a quarter of them with each 16 columns of these.
+    A quarter of the next lines is prefetched with each 16 columns, in the order in which they lie in memory.
     """
+    rows = np.empty((hidden.shape[0], 2 * min(_STRIP_LINES, columns.shape[0])), np.float32)
     for first in range(0, columns.shape[0], _STRIP_LINES):
         lines = slice(first, min(first + _STRIP_LINES, columns.shape[0]))
+        _expand_rows(hidden[:, lines], rows)
         num_bytes = 4 * COLUMNS * (lines.stop - first)
         for part in range(VECTORS):
             strip = slice(part * LANES, (part + 1) * LANES)
             ahead = num_bytes + part * (num_bytes // VECTORS - 4 * LANES)
-            _add_rows(hidden[:, lines], columns[lines, strip], sums[:, strip], ahead, _FEW_ROWS_AT_ONCE)
-
-
-@compiled_inner(owns_arrays=True)
-def _add_in_strips(hidden: Any, columns: Any, sums: Any) -> None:
-    """`add_products`, 16 columns at a time: a few lines are converted once for all rows, and stay in the core's cache.
-
-    16 columns alone, which lie 256 bytes apart, would use a quarter of the cache.
-    """
-    most_lines = min(_STRIP_LINES, columns.shape[0])
-    strips = np.empty((VECTORS, 2 * most_lines, LANES), np.float32)
-    rows = np.empty((hidden.shape[0], 2 * most_lines), np.float32)
-    for first in range(0, columns.shape[0], _STRIP_LINES):
-        lines = slice(first, first + _STRIP_LINES)
-        num_inputs = _expand_columns(columns[lines], strips)
-        _expand_rows(hidden[:, lines], rows)
-        for part in range(VECTORS):
-            strip = slice(part * LANES, (part + 1) * LANES)
-            _add_rows(rows, strips[part, :num_inputs], sums[:, strip], 0, _KERNEL_ROWS_AT_ONCE)
+            _add_rows(rows, columns[lines, strip], sums[:, strip], ahead)
 
 
 @compiled_inner()
-def _add_rows(hidden: Any, columns: Any, sums: Any, ahead: int, most_rows: int) -> None:
+def _add_rows(hidden: Any, columns: Any, sums: Any, ahead: int) -> None:
     """`add_products`, or that of a strip, a few rows at a time, in equal parts."""
     first, num_rows = 0, hidden.shape[0]
     while first < num_rows:
         left = num_rows - first
-        count = -(-left // -(-left // most_rows))
+        count = -(-left // -(-left // _KERNEL_ROWS_AT_ONCE))
         if count == 6:
             _six(hidden, columns, first, sums, ahead)
         elif count == 5:
