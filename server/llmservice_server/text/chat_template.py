@@ -34,6 +34,7 @@ class TemplateOptions:
 _DEFAULTS = TemplateOptions()
 _PROBE = "⟦a message⟧"
 _CALL = {"id": "call", "type": "function", "function": {"name": "f", "arguments": {}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _ASKED = {"role": "user", "content": "a"}
 # What comes before a message of each role.
 _BEFORE: dict[str, list[dict[str, Any]]] = {
@@ -66,7 +67,10 @@ class ChatTemplate:
         self.variables = meta.find_undeclared_variables(environment.parse(self.source))
         self._special_tokens = dict(special_tokens)
         self._takes_text = self._shows("user", _PROBE) or not self._shows("user", _as_parts([_PROBE]))
-        self._takes_parts = {role for role in _BEFORE if self._shows(role, _as_parts([_PROBE, _PROBE]))}
+        two = _as_parts([_PROBE, _PROBE])
+        self._takes_parts, self._takes_parts_beside_tools = (
+            {role for role in _BEFORE if self._shows(role, two, tools)} for tools in (None, [_TOOL])
+        )
         arguments: dict[str, Any] = {_PROBE: {}}
         calls = [(content, given) for content in ("", None) for given in (arguments, _to_json(arguments))]
         shown = next((call for call in calls if self._shows_call(*call)), calls[0])
@@ -84,11 +88,12 @@ class ChatTemplate:
         what is between them; elsewhere a newline is.
         """
         given = [dict(message) for message in messages]
+        takes_parts = self._takes_parts if tools is None else self._takes_parts_beside_tools
         if options.continue_last:
             *before, last = _as_list(given[-1]["content"])
             given[-1]["content"] = [*before, last + _END]
         fixed = {
-            "messages": [self._message(message) for message in given],
+            "messages": [self._message(message, takes_parts) for message in given],
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "add_generation_prompt": options.begin_answer,
             **self._special_tokens,
@@ -104,15 +109,15 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template failed: {error}") from error
         return _before_end(prompt) if options.continue_last else prompt
 
-    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """As the template reads it.
+    def _message(self, message: Mapping[str, Any], takes_parts: set[str]) -> dict[str, Any]:
+        """As the template reads it. takes_parts: the roles of whose content it reads several parts.
 
         Those of gpt-oss and LFM2.5 call the reasoning `thinking`, and gpt-oss's accepts no content between it and a
         call; that of Command R7B calls it `tool_plan`.
         """
         given = dict(message)
         texts = _as_list(given["content"])
-        if len(texts) > 1 and given["role"] in self._takes_parts:
+        if len(texts) > 1 and given["role"] in takes_parts:
             given["content"] = _as_parts(texts)
         elif not self._takes_text:
             given["content"] = _as_parts(["\n".join(texts)])
@@ -129,9 +134,15 @@ class ChatTemplate:
             given["tool_plan"] = given.get("reasoning_content") or ""
         return given
 
-    def _shows(self, role: str, content: str | list[dict[str, str]]) -> bool:
-        """Whether a prompt has all text of the `content` in it; templates of some models with images read parts."""
-        prompt = _probe(self._template, [*_BEFORE[role], {"role": role, "content": content}], self._special_tokens)
+    def _shows(
+        self, role: str, content: str | list[dict[str, str]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> bool:
+        """Whether a prompt has all text of the `content` in it; templates of some models with images read parts.
+
+        That of Llama 4 reads a text alone where it puts tools before it.
+        """
+        template = self._template if tools is None else self._tools_template
+        prompt = _probe(template, [*_BEFORE[role], {"role": role, "content": content}], self._special_tokens, tools)
         wanted = 1 if isinstance(content, str) else len(content)
         return prompt.count(_PROBE) == wanted and f"'{_PROBE}'" not in prompt and f'"{_PROBE}"' not in prompt
 
@@ -147,9 +158,14 @@ class ChatTemplate:
         return _PROBE in prompt and f"'{_PROBE}'" not in prompt
 
 
-def _probe(template: Template, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str]) -> str:
+def _probe(
+    template: Template,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """The prompt, or nothing where the template fails: it may want other messages."""
-    fixed = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
     try:
         return template.render(fixed | dict(special_tokens))
     except Exception:

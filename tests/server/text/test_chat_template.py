@@ -169,6 +169,22 @@ def test_texts_of_a_message_are_parts_where_the_template_reads_them_and_lines_el
     assert ChatTemplate(PARTS, {}).render([turns[1]]) == "user: ab"
 
 
+@pytest.mark.parametrize(
+    ("source", "tools_source"),
+    [
+        (EITHER, "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"),
+        ("{% if tools %}{{ tools }}{{ messages[0].content | trim }}{% else %}" + EITHER + "{% endif %}", None),
+    ],
+    ids=["of another template", "as of Llama 4"],
+)
+def test_texts_of_a_message_are_lines_where_parts_are_not_read_beside_tools(
+    source: str, tools_source: str | None
+) -> None:
+    template = ChatTemplate(source, {}, tools_source)
+    assert template.render([{"role": "user", "content": ["a", "b"]}], [{"name": "f"}]) == "[{'name': 'f'}]a\nb"
+    assert template.render([{"role": "user", "content": ["a", "b"]}]) == "user:ab"
+
+
 def test_a_call_without_content_has_one_empty_part() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": []}
     assert ChatTemplate(PARTS, {}).render([call]) == "assistant: "
