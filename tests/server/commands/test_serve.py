@@ -91,15 +91,15 @@ def test_sigterm_finishes_what_runs_and_refuses_the_new_and_the_half_sent(
         server.wait_for(lambda: server.metric("llmservice_num_requests_running") == 4 or None)
         server.process.terminate()
         server.wait_for(lambda: any(line["message"] == "draining" for line in server.log) or None)
-        assert server.get("/ready")[0] == 503
-        assert server.metric("llmservice_num_requests_running") == 4
-        status, answer = server.post("/v1/completions", LONG)
-        assert (status, answer["error"]["message"]) == (503, "the server is shutting down: try again")
         half_sent, answer = _answer_until_closed(connection)
         assert (half_sent, answer["error"]["message"]) == (
             b"HTTP/1.1 503 Service Unavailable",
             "the server is shutting down: try again",
         )
+        assert server.get("/ready")[0] == 503
+        assert server.metric("llmservice_num_requests_running") == 4
+        status, answer = server.post("/v1/completions", LONG)
+        assert (status, answer["error"]["message"]) == (503, "the server is shutting down: try again")
     for request in requests:
         request.join()
         assert request.status == 200
