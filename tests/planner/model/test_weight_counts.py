@@ -76,6 +76,15 @@ def test_experts_are_matrices_each_or_all_in_one_tensor() -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "second"),
+    [("experts.gate_up_proj", "experts.down_proj"), ("experts.fc1.weight", "experts.fc2.weight")],  # the last of Aria
+)
+def test_the_first_matrix_of_experts_has_two_adapters_and_the_second_one(first: str, second: str) -> None:
+    counts = _counts({f"model.layers.0.mlp.{first}": (4, 128, 256), f"model.layers.0.mlp.{second}": (4, 256, 64)})
+    assert counts.expert_features == 4 * (2 * (128 + 256) + (256 + 64))
+
+
+@pytest.mark.parametrize(
     ("in_checkpoint", "in_model"),
     [
         ("model.layers.3.block_sparse_moe.experts.17.w1", "model.layers.3.mlp.experts.17.gate_proj"),
