@@ -302,6 +302,12 @@ def test_the_system_has_one_message_at_the_beginning(
     assert [f"{message['role']}: {message['content']}" for message in seen] == expected
 
 
+def test_texts_of_a_message_stay_apart() -> None:
+    texts = [{"type": "input_text", "text": text} for text in "AB"]
+    request = ResponsesRequest.model_validate({"model": "m", "input": [{"role": "user", "content": texts}]})
+    assert request.chat.messages[0].as_template_input() == {"role": "user", "content": ["A", "B"]}
+
+
 def test_outputs_follow_the_message_with_their_calls_where_a_text_stands_between() -> None:
     text = {"type": "output_text", "text": "A", "annotations": None, "logprobs": None}
     items = [
