@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _Scheduler(LoadFileScheduling):
-    """Two workers first run what computes, the others what waits: so two cores are never idle."""
+    """Two workers first run what computes, the others what waits."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         waits = node in self.nodes[2:]

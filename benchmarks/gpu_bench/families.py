@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _CASES_PER_PROCESS = 4
 """So that a lost CUDA context takes few others with it."""
 _MOST_PROCESSES = 16
-_MAX_NUM_SEQS = 8
 
 
 _LARGER = {  # for formats with groups of 128 inputs
@@ -110,8 +109,7 @@ def formats(bench: Bench) -> Findings:
 def _others(bench: Bench) -> tuple[Mapping[str, Any], tuple[int, ...], int]:
     """A case's settings, prompts and number of tokens."""
     sizes = bench.sizes
-    tokens = max(_MAX_NUM_SEQS, min(64, max(sizes.family_prompts)))
-    settings = {**bench.gpu.settings, "max_num_batched_tokens": tokens}
+    settings = {**bench.gpu.settings, "max_num_batched_tokens": min(64, sizes.max_num_batched_tokens)}
     return settings, sizes.family_prompts, sizes.family_tokens
 
 
@@ -163,7 +161,7 @@ def _compared(case: Case, folder: Path) -> dict[str, Any]:
         model=served,
         implementation=case.implementation,
         dtype=case.dtype,
-        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_seqs=8,
         max_model_len=256,
         prefill_chunk_tokens=19,
         **{**case.settings, "kv_cache_memory_bytes": 64 << 20, **(slots if len(references) > 1 else {})},
