@@ -23,6 +23,7 @@ from llmservice_planner.model.families import (
     UNKNOWN_EXPERT_KEYS,
     UNKNOWN_KEYS,
     UNKNOWN_WITH_WINDOWS,
+    UNSERVED,
     UNSERVED_KEYS,
     Family,
     find_family,
@@ -225,6 +226,10 @@ def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[st
 def max_seq_length(config: Mapping[str, Any]) -> int | None:
     """Tokens of an encoder's input to which sentence-transformers cuts it; None: to its context."""
     sentences = next((name for name in SENTENCES if config.get(name)), SENTENCES[0])
+    if (config.get(sentences) or {}).get("processing_kwargs"):
+        raise ShapeError(
+            f"{sentences}: processing_kwargs are not followed: remove them; the longest input belongs to max_seq_length"
+        )
     for name, key in ((sentences, "max_seq_length"), (TOKENIZER, "model_max_length")):
         length = (config.get(name) or {}).get(key)
         if length is None:
@@ -264,13 +269,7 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
         found["num_hidden_layers"] = 2 * text["num_layers"]  # each has attention twice
     if isinstance(attention := text.get("attn_config"), Mapping) and not found.get("num_key_value_heads"):  # DBRX
         found["num_key_value_heads"] = attention.get("kv_n_heads")
-    layer_types = found["layer_types"]
-    kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
-    kinds -= {"full_attention", "sliding_attention", "attention"}  # the last one is Granite 4's name of the first
-    if not layer_types:
-        kinds = {what for key, what in UNSERVED_KEYS.items() if text.get(key) is not None}
-    if kinds or config.get("is_encoder_decoder"):
-        problem = f"it has layers of {', '.join(sorted(kinds))}" if kinds else "it is no decoder-only model"
+    if problem := _why_unserved(config, text, found["layer_types"]):
         raise ShapeError(
             f"model_type {text.get('model_type')} cannot be served: {problem}, expected attention to keys and values"
         )
@@ -280,6 +279,18 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
             f"lacks {', '.join(missing)}: give the figures themselves with --shape (spec.model.shape)"
         )
     return found
+
+
+def _why_unserved(config: Mapping[str, Any], text: Mapping[str, Any], layer_types: Any) -> str | None:
+    kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
+    kinds -= {"full_attention", "sliding_attention", "attention"}  # the last one is Granite 4's name of the first
+    if not layer_types:
+        kinds = {what for key, what in UNSERVED_KEYS.items() if text.get(key) is not None}
+    if kinds:
+        return f"it has layers of {', '.join(sorted(kinds))}"
+    if text.get("model_type") in UNSERVED:
+        return "its code in transformers has attention of its own"
+    return "it is no decoder-only model" if config.get("is_encoder_decoder") else None
 
 
 def _windows(text: Mapping[str, Any]) -> dict[str, Any]:

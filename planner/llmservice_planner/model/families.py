@@ -255,8 +255,24 @@ UNSERVED_KEYS: Mapping[str, str] = {
     "mamba_d_state": "state spaces",  # Jamba, Bamba, Falcon-H1, Granite 4
     "conv_L_cache": "convolutions",  # LFM2
     "index_topk": "attention to chosen tokens",  # DeepSeek V3.2, GLM-5
+    "attn_type_list": "linear attention",  # MiniMax-M1
 }
 """Keys of config.json by which such layers are known where `layer_types` does not list them."""
+UNSERVED = frozenset(
+    {
+        "bloom",
+        "diffllama",
+        "doge",
+        "falcon",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "jetmoe",
+        "mpt",
+        "openai-gpt",
+        "xglm",
+    }
+)
+"""Decoders that the server refuses because of their attention in transformers, which config.json does not show."""
 UNKNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),

@@ -205,6 +205,8 @@ def test_a_quantised_checkpoint_is_recognised(config_of: ConfigOf) -> None:
         ({"model_type": "jamba", "layer_types": ["mamba"]}, r"jamba cannot be served: it has layers of mamba"),
         ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, r"served: it has layers of linear attention"),
         ({"model_type": "deepseek_v32", "index_topk": 2048}, r"has layers of attention to chosen tokens"),
+        ({"model_type": "minimax_m1", "attn_type_list": [0, 1]}, r"has layers of linear attention"),
+        ({"model_type": "falcon"}, r"falcon cannot be served: its code in transformers has attention of its own"),
         ({"model_type": None}, r"model_type is None, expected one of llama"),
         ({"num_hidden_layers": "32"}, r"num_hidden_layers is '32', expected a whole number"),
         ({"hidden_size": 10**400}, r"hidden_size has 401 digits, expected less than 10\*\*12"),

@@ -137,6 +137,14 @@ def test_a_length_that_makes_no_sense_is_refused(tmp_path: Path, name: str, key:
         ModelShape.from_folder(tmp_path)
 
 
+def test_other_settings_of_the_input_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    settings = {"max_seq_length": 256, "processing_kwargs": {"text": {"max_length": 64, "truncation": True}}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ShapeError, match=r"sentence_bert_config.json: processing_kwargs are not followed: remove them"):
+        ModelShape.from_folder(tmp_path)
+
+
 def test_a_step_is_never_shorter_than_the_longest_input() -> None:
     shape = ModelShape.from_config({"model_type": "modernbert"})
     answer = plan(SizingRequest(shape=shape, device=cpu_device(8 * GIB)))

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llmservice_planner.commands.capacity import weights_of
+from llmservice_planner.model.families import UNSERVED
 from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.model.source import read_model
 from llmservice_planner.sizing.gpu import cpu_device
@@ -76,6 +77,12 @@ def test_what_cannot_run_on_the_paged_cache_is_refused_by_name(
     with pytest.raises(ModelLoadError, match=problem) as raised:
         examine(write_config(tmp_path, model_type, **settings))
     assert "can be served:" in str(raised.value)  # says what can
+
+
+@pytest.mark.parametrize("model_type", sorted(UNSERVED))
+def test_what_the_planner_refuses_by_name_is_refused(model_type: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="cannot be served"):
+        examine(write_config(tmp_path, model_type))
 
 
 @pytest.mark.parametrize(
