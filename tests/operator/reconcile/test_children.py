@@ -84,31 +84,6 @@ async def test_an_edit_that_names_a_secret_leaves_running_pods_alone(world: Worl
     assert "SecretNotAllowed" in ready["message"]
 
 
-async def test_drift_of_an_owned_field_is_corrected_and_other_fields_stay(world: World, manifest_of: Any) -> None:
-    await world.create_service(manifest_of(replicas=2))
-    await world.run_pass()
-    drift = {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}}
-    await world.kube.request("PATCH", f"{APPS}/deployments/tiny", body=drift)
-
-    await world.run_pass(after_s=1)
-
-    deployment = await world.deployment()
-    assert deployment is not None
-    assert deployment["spec"]["replicas"] == 2
-    assert deployment["metadata"]["annotations"]["team"] == "a"
-
-
-async def test_drift_of_a_child_is_corrected(world: World, manifest_of: Any) -> None:
-    await world.create_service(manifest_of())
-    await world.run_pass()
-    await world.kube.request("PATCH", f"{NS}/services/tiny", body={"spec": {"selector": {"app": "wrong"}}})
-
-    await world.run_pass(after_s=1)
-
-    selector = (await world.kube.request("GET", f"{NS}/services/tiny"))["spec"]["selector"]
-    assert selector["app.kubernetes.io/instance"] == "tiny"
-
-
 async def test_an_edit_reaches_the_pods(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
