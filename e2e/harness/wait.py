@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 POLL_S = 0.2
@@ -19,3 +20,11 @@ def wait_for(condition: Callable[[], T | None], timeout_s: float, seen: Callable
             return result
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {seen()}"
         time.sleep(POLL_S)
+
+
+async def until(look: Callable[[], Awaitable[Any]]) -> Any:
+    """What `look` finds, once it finds something."""
+    async with asyncio.timeout(40):
+        while not (found := await look()):
+            await asyncio.sleep(0.05)
+        return found

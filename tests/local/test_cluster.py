@@ -6,13 +6,14 @@ With `KUBEBUILDER_ASSETS` set, the same against the real etcd and kube-apiserver
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
+from harness.wait import until
 from llmservice_local.client import (
     CLAIMS,
     CONFIG_MAPS,
@@ -34,7 +35,6 @@ from llmservice_local.objects import condition_of
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 40.0
 SERVE = """
 import http.server, os, signal, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -102,14 +102,6 @@ def deployment(name: str = "web", replicas: int = 1, answer: str = "one", **cont
 def pod(name: str, *command: str, **spec: Any) -> dict[str, Any]:
     container = {"name": "c", "image": "none", "command": list(command)}
     return {"metadata": {"name": name}, "spec": {"containers": [container], **spec}}
-
-
-async def until(look: Callable[[], Awaitable[Any]]) -> Any:
-    """What `look` finds, once it finds something."""
-    async with asyncio.timeout(WAIT_S):
-        while not (found := await look()):
-            await asyncio.sleep(0.05)
-        return found
 
 
 async def ready_pods(kube: KubeClient, app: str = "web") -> list[dict[str, Any]]:

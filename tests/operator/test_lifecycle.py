@@ -7,13 +7,14 @@ changes here come from watch events.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.wait import until
 from harness.world.operator_process import SHAPE
 from llmservice_local.client import DEPLOYMENTS, PODS, REPLICA_SETS, KubeClient, Resource, connect
 from llmservice_local.cluster import ClusterSettings, LocalCluster
@@ -32,7 +33,6 @@ SPEC: Object = {
     "engine": {"maxModelLen": 512, "maxLoras": 1},
     "replicas": 2,
 }
-WAIT_S = 30.0
 
 
 @dataclass
@@ -92,14 +92,6 @@ class World:
             for found in (await self.kube.list(resource, "default"))["items"]
         ]
         return not [name for name in left if name.startswith("tiny")]
-
-
-async def until(look: Callable[[], Awaitable[Any]]) -> Any:
-    """What `look` finds, once it finds something."""
-    async with asyncio.timeout(WAIT_S):
-        while not (found := await look()):
-            await asyncio.sleep(0.05)
-        return found
 
 
 @pytest.fixture
