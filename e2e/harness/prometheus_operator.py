@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness import definitions
+
 Schema = dict[str, Any]
 
 GROUP, VERSION = "monitoring.coreos.com", "v1"
@@ -60,12 +62,4 @@ def plural(kind: str) -> str:
 
 def definition(kind: str) -> dict[str, Any]:
     """A CRD whose API server refuses what the real one's would."""
-    schema = _object("spec", spec=SPECS[kind])
-    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural(kind), "singular": kind.lower()}
-    version = {"name": VERSION, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural(kind)}.{GROUP}"},
-        "spec": {"group": GROUP, "scope": "Namespaced", "names": names, "versions": [version]},
-    }
+    return definitions.definition(GROUP, kind, _object("spec", spec=SPECS[kind]))

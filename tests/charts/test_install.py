@@ -20,6 +20,7 @@ import pytest
 import yaml
 from aiohttp import web
 
+from harness.definitions import definition
 from llmservice_gateway.access.keys import Policy, key_secret
 from llmservice_local.api.serve import serve_api
 from llmservice_local.client import (
@@ -35,7 +36,6 @@ from llmservice_local.client import (
 )
 from llmservice_local.control_plane import serve_control_plane
 from llmservice_local.errors import ApiError
-from llmservice_local.kinds.crd import APPROVAL
 
 CHART = Path(__file__).parents[2] / "charts" / "llmservice"
 CRD = "llmservices.serving.llmservice.io"
@@ -91,25 +91,11 @@ class Cluster:
 
     async def define(self, kind: str, group: str = "monitoring.coreos.com") -> None:
         """Make the API serve a kind of the Prometheus Operator's, or of another group, whatever its fields."""
-        plural = f"{kind.lower()}s"
-        schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-        version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-        names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
-        spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
-        metadata: dict[str, Any] = {"name": f"{plural}.{group}"}
-        if group.endswith(".k8s.io"):
-            metadata["annotations"] = {APPROVAL: "unapproved, a test's own"}
-        manifest = {
-            "apiVersion": "apiextensions.k8s.io/v1",
-            "kind": "CustomResourceDefinition",
-            "metadata": metadata,
-            "spec": spec,
-        }
-        await self.kube.create(DEFINITIONS, None, manifest)
+        await self.kube.create(DEFINITIONS, None, definition(group, kind))
 
         async def served() -> bool:
             try:
-                return bool(await self.kube.list(Resource(f"{group}/v1", plural)))
+                return bool(await self.kube.list(Resource(f"{group}/v1", f"{kind.lower()}s")))
             except ApiError as error:
                 if error.code in {404, 429}:  # not yet, and "storage is (re)initializing"
                     return False

@@ -19,13 +19,13 @@ import aiohttp
 from aiohttp import web
 from kubernetes.aio import client as kubernetes_client
 
+from harness.definitions import definition
 from harness.world.faulty_front import FaultyFront
 from harness.world.slow_cluster import SlowCluster
 from harness.world.whole_operator import WholeOperator
 from llmservice_local.api.registry import MERGE_PATCH, DeleteOptions, Registry, WriteOptions
 from llmservice_local.api.serve import api_application
 from llmservice_local.api.store import Store
-from llmservice_local.kinds.crd import APPROVAL
 from llmservice_operator.api.crd import crd
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
@@ -85,16 +85,10 @@ class World:
 
     def install(self, kind: str) -> None:
         """A CRD that takes everything, for a kind of another project."""
-        child = CHILD_KINDS[kind]
-        schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-        names = {"kind": kind, "listKind": f"{kind}List", "plural": child.plural, "singular": kind.lower()}
-        version = {"name": child.version, "served": True, "storage": True, "schema": schema}
-        spec = {"group": child.group, "scope": "Namespaced", "names": names, "versions": [version]}
-        annotations = {APPROVAL: "unapproved, a test's own"}
-        self.define({"metadata": {"name": f"{child.plural}.{child.group}", "annotations": annotations}, "spec": spec})
+        self.define(definition(CHILD_KINDS[kind].group, kind))
 
-    def define(self, definition: Object) -> None:
-        self.create("customresourcedefinitions", definition, "apiextensions.k8s.io", "v1")
+    def define(self, body: Object) -> None:
+        self.create("customresourcedefinitions", body, "apiextensions.k8s.io", "v1")
 
 
 @asynccontextmanager

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from harness.definitions import ANYTHING, definition
 from harness.world.one_service import APPS, NS, SERVICES, World
 from harness.world.whole_cache import fill
-from llmservice_local.kinds.crd import APPROVAL
 from llmservice_operator.api.kinds import CHILD_KINDS
 
 
@@ -195,32 +195,14 @@ POOL: dict[str, Any] = {
     },
 }
 """`spec` of an InferencePool v1, without its patterns."""
-ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 
 async def install(world: World, kind: str) -> None:
     """A CRD that accepts everything, of an InferencePool what its own accepts."""
-    schema = ANYTHING
-    if kind == "InferencePool":
-        schema = {"type": "object", "properties": {"spec": POOL, "status": ANYTHING}}
-    group, plural = CHILD_KINDS[kind].group, CHILD_KINDS[kind].plural
-    version = {
-        "name": "v1",
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": schema},
-        "subresources": {"status": {}},
-    }
-    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
-    spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
-    definition = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}", "annotations": {APPROVAL: "unapproved, a test's own"}},
-        "spec": spec,
-    }
+    pool = {"type": "object", "properties": {"spec": POOL, "status": ANYTHING}}
+    body = definition(CHILD_KINDS[kind].group, kind, pool if kind == "InferencePool" else ANYTHING)
     definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    await world.kube.request("POST", definitions, body=definition, content_type="application/json")
+    await world.kube.request("POST", definitions, body=body, content_type="application/json")
 
 
 async def test_an_inference_pool_waits_for_its_crd_and_says_so(world: World, manifest_of: Any) -> None:
