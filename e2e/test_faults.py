@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import Cluster, processes, running_cluster
-from harness.kube import Kube, is_ready, tiny_service
+from harness.kube import Kube, tiny_service
 from harness.traffic import traffic
 from harness.wait import wait_for
 
@@ -85,20 +85,6 @@ def test_a_hung_prometheus_never_shrinks_a_service(cluster: Cluster, kube: Kube)
     finally:
         os.kill(prometheus, signal.SIGCONT)
     wait_for(lambda: kube.get(NAME)["status"]["replicas"] == 1, 60, lambda: kube.get(NAME)["status"])
-
-
-def test_a_killed_server_is_restarted_and_serves_again(cluster: Cluster, kube: Kube) -> None:
-    wait_for(lambda: len(kube.pods(NAME)) == 1, 60, lambda: kube.pods(NAME))  # the other one may still drain
-    (pid, *_) = cluster.server_processes()
-    os.kill(pid, signal.SIGKILL)
-
-    def restarted() -> bool:
-        pods = kube.pods(NAME)
-        counts = [pod["status"]["containerStatuses"][0]["restartCount"] for pod in pods]
-        return counts == [1] and all(map(is_ready, pods))
-
-    wait_for(restarted, 60, lambda: kube.pods(NAME))
-    assert kube.get(NAME)["status"]["replicas"] == 1
 
 
 def test_requests_are_served_while_the_api_server_hangs(cluster: Cluster, kube: Kube) -> None:
