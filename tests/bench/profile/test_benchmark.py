@@ -9,7 +9,7 @@ import torch
 from harness.checkpoints.families import FAMILIES, OTHERS, save
 from harness.checkpoints.quantized import FORMATS, write_both
 from llmservice_bench.profile import ceilings as machine
-from llmservice_bench.profile.benchmark import least, open_engine, profile_phase, profile_phases, table
+from llmservice_bench.profile.benchmark import least, open_engine, profile_phase, table
 from llmservice_bench.profile.ceilings import Ceilings
 from llmservice_bench.profile.phase import Phase, PhaseLoad
 from llmservice_planner.command import main
@@ -88,15 +88,6 @@ def test_a_step_is_compared_with_its_minimum_time(engine: Engine) -> None:
     assert result["ceiling_share"] == pytest.approx(result["least_ms"] / 10)
 
 
-def test_ceilings_are_the_highest_measured(engine: Engine) -> None:
-    ceilings, rows = profile_phases(engine, PHASES)
-    assert [row["phase"] for row in rows] == [phase.name for phase in PHASES]
-    assert all(row["least_ms"] > 0 for row in rows)
-    assert ceilings.or_better(CEILINGS).flops == max(ceilings.flops, CEILINGS.flops)
-    faster = Ceilings(2e15, 1.0, torch.float32)
-    assert ceilings.or_better(faster) == Ceilings(2e15, ceilings.flops, torch.float32)
-
-
 def test_a_load_that_the_engine_refuses_is_not_timed_as_empty_steps(engine: Engine) -> None:
     with pytest.raises(ValueError, match="decode 1 x 8: 8 prompt tokens and max_tokens 1001 make 1009"):
         PhaseLoad(engine, PHASES[1], most_steps=1000)
@@ -108,6 +99,7 @@ def test_the_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str
     assert main(["bench", "profile", str(folder), *asked]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["phase"] for row in result["rows"]] == ["prefill 1 x 16", "decode 1 x 8"]
+    assert all(row["least_ms"] > 0 for row in result["rows"])
     assert result["ceilings"]["ridge_rows"] > 0
 
 

@@ -27,3 +27,8 @@ def test_the_ridge_is_where_both_take_as_long() -> None:
     assert CEILINGS.ridge == pytest.approx(20)
     assert CEILINGS.ridge_rows == pytest.approx(20)  # two operations and two bytes for each weight
     assert CEILINGS.seconds(1e9, CEILINGS.ridge * 1e9)[0] == pytest.approx(1e9 / 40e9)
+
+
+def test_the_better_of_two_measurements_counts() -> None:
+    faster = Ceilings(bandwidth_bytes_per_s=50e9, flops=700e9, dtype=torch.bfloat16)
+    assert CEILINGS.or_better(faster) == Ceilings(50e9, 800e9, torch.bfloat16)
