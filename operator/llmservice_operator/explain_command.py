@@ -35,13 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 where all is well, 1 where something is wrong, 2 where there is no such service."""
+    from llmservice_planner.charts import ChartError
+
+    try:
+        return _explain(args)
+    except ChartError as error:
+        raise CommandError(str(error)) from error
+
+
+def _explain(args: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
     from llmservice_operator.explain.explanation import explain
+    from llmservice_operator.explain.plot import check, text_plot, write_plot
     from llmservice_operator.explain.text import render
 
     if args.plot is not None:
-        _check_plot(args.plot)
+        check(args.plot)
     namespace = args.namespace or _context_namespace(args.context)
     world = asyncio.run(_read(namespace, args.name, args.context))
     if world is None:
@@ -55,29 +65,21 @@ def run(args: argparse.Namespace) -> int:
             f"the spec of {args.name} does not fit this version's CRD, correct it: {error}", WRONG
         ) from error
     timeline = _timeline(args.prometheus, explanation)
-    if args.plot is not None and timeline is not None:
-        _write_plot(timeline, explanation, args.plot)
+    if args.plot is not None:
+        title = f"{explanation.name} in {explanation.namespace}"
+        write_plot(timeline, title, render(explanation, time.time(), colour=False), args.plot)
     if args.output == "json":
         print(json.dumps(explanation.document(), indent=2))
     else:
         sys.stdout.write(render(explanation, time.time(), colour=_colour()))
-        _print_charts(timeline)
+        if lines := list(text_plot(timeline)):
+            print("\n" + "\n".join(lines))
     return HEALTHY if explanation.healthy else WRONG
 
 
-def _check_plot(path: Path) -> None:
-    from llmservice_operator.explain.plot import check
-    from llmservice_planner.charts import ChartError
-
-    try:
-        check(path)
-    except ChartError as error:
-        raise CommandError(str(error)) from error
-
-
-def _timeline(prometheus: str | None, explanation: Explanation) -> Timeline | None:
+def _timeline(prometheus: str | None, explanation: Explanation) -> Timeline:
     """Of a service that the operator scales; of any with a Prometheus."""
-    from llmservice_operator.explain.timeline import TimelineError, of_prometheus, of_status
+    from llmservice_operator.explain.timeline import Timeline, TimelineError, of_prometheus, of_status
 
     known, now = explanation.autoscaling, time.time()
     if prometheus is not None:
@@ -86,26 +88,9 @@ def _timeline(prometheus: str | None, explanation: Explanation) -> Timeline | No
             return asyncio.run(read)
         except TimelineError as error:
             raise CommandError(f"--prometheus {error}") from error
-    return of_status(known, explanation.ttft_target_s, now) if known is not None and known.decisions else None
-
-
-def _write_plot(timeline: Timeline, explanation: Explanation, path: Path) -> None:
-    from llmservice_operator.explain.plot import write_plot
-    from llmservice_operator.explain.text import render
-    from llmservice_planner.charts import ChartError
-
-    title = f"{explanation.name} in {explanation.namespace}"
-    try:
-        write_plot(timeline, title, render(explanation, time.time(), colour=False), path)
-    except ChartError as error:
-        raise CommandError(str(error)) from error
-
-
-def _print_charts(timeline: Timeline | None) -> None:
-    from llmservice_operator.explain.plot import text_plot
-
-    if timeline is not None and (lines := list(text_plot(timeline))):
-        print("\n" + "\n".join(lines))
+    if known is None or not known.decisions:
+        return Timeline("", (), (), ())
+    return of_status(known, explanation.ttft_target_s, now)
 
 
 def _colour() -> bool:

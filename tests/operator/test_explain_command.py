@@ -67,6 +67,11 @@ async def test_machines_get_json(service: KubeClient, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["problems"][0]["reason"] == "NotReconciled"
 
 
+async def test_a_plot_of_nothing_is_refused(service: KubeClient, tmp_path: Path, capsys: Any) -> None:
+    assert await explain("tiny", "-n", "team-a", "--plot", str(tmp_path / "hour.svg")) == 2
+    assert "there is nothing to plot yet" in capsys.readouterr().err
+
+
 async def test_a_service_that_is_not_there_exits_two(kube: KubeClient, capsys: Any) -> None:
     assert await explain("absent", "-n", "team-a") == 2
     assert "there is no LLMService absent in namespace team-a" in capsys.readouterr().err
