@@ -104,10 +104,8 @@ class Reviewer:
     async def _taken(self, service: LLMService, sized: Sized) -> str | None:
         """The first name of a child that belongs to another object; names that can't be read are no conflict."""
         children = [one for one in expected_children(service, sized, 1, self.server_image) if one.wanted]
-        for reason in await asyncio.gather(*map(self._conflict, children)):
-            if reason is not None:
-                return reason
-        return None
+        reasons = await asyncio.gather(*map(self._conflict, children))
+        return next((reason for reason in reasons if reason is not None), None)
 
     async def _conflict(self, child: Child) -> str | None:
         try:

@@ -24,7 +24,6 @@ class Metadata(SchemaModel):
     namespace: str
     uid: str
     generation: int = 1
-    deletion_timestamp: str | None = None
 
 
 class LLMService(SchemaModel):

@@ -276,11 +276,11 @@ def operator_alerts() -> tuple[Alert, ...]:
     )
 
 
-def _reported(metric: str, *matchers: str, over: str = "") -> str:
+def _reported(metric: str, *matchers: str, over: str = "", by: str = _BY_SERVICE) -> str:
     """The operator's series about services, with the labels of the servers' series."""
     series = promql.selector(metric, *matchers)
     series = f"rate({series}[{over}])" if over else series
-    return f'max by ({_BY_SERVICE}) (label_replace({series}, "service", "$1", "name", "(.+)"))'
+    return f'max by ({by}) (label_replace({series}, "service", "$1", "name", "(.+)"))'
 
 
 def _condition(kind: str, matchers: str) -> str:
@@ -288,9 +288,8 @@ def _condition(kind: str, matchers: str) -> str:
 
 
 def _predicted(quantities: str, matchers: str) -> str:
-    """The operator's errors of these quantities, with the labels of the servers' series."""
-    series = promql.selector("llmservice_operator_prediction_error_ratio", matchers, f'quantity=~"{quantities}"')
-    return f'max by ({_BY_SERVICE}, quantity) (label_replace({series}, "service", "$1", "name", "(.+)"))'
+    wanted = f'quantity=~"{quantities}"'
+    return _reported("llmservice_operator_prediction_error_ratio", matchers, wanted, by=f"{_BY_SERVICE}, quantity")
 
 
 def _target_of_each_service() -> str:
