@@ -208,15 +208,6 @@ def _across_types(compare: Callable[[Any, Any], Any], *, otherwise: bool) -> Cal
     return compared
 
 
-def _is_url(value: celtypes.StringType) -> celtypes.BoolType:
-    return celtypes.BoolType(re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://[^/\s]", value) is not None)
-
-
-def _find(value: celtypes.StringType, pattern: celtypes.StringType) -> celtypes.StringType:
-    match = re.search(pattern, value)
-    return celtypes.StringType(match[0] if match else "")
-
-
 def _quantity(text: celtypes.StringType) -> celtypes.DoubleType:
     """Kubernetes' `quantity` type, as far as comparisons need it."""
     try:
@@ -230,11 +221,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_!=_": _across_types(bool_ne, otherwise=True),
     "hasValue": _Optional.has_value,
     "value": lambda optional: optional.value,
-    "isURL": _is_url,
     "quantity": _quantity,
     "isGreaterThan": lambda one, other: celtypes.BoolType(one > other),
-    "find": _find,
-    "lowerAscii": lambda value: celtypes.StringType(value.lower()),
-    "trim": lambda value: celtypes.StringType(value.strip()),
-    "split": lambda value, by: celtypes.ListType([celtypes.StringType(part) for part in value.split(by)]),
 }
