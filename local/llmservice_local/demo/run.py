@@ -16,12 +16,12 @@ from kubernetes.aio import config as kubernetes_config
 from rich.console import Console
 
 from llmservice_bench.client import Target, measure_word_rate
-from llmservice_bench.drive import Progress, open_session
+from llmservice_bench.drive import Load, Progress, drive, open_session
 from llmservice_bench.record import RequestRecord
 from llmservice_local.demo.observation import Observation, Observer
 from llmservice_local.demo.service import apply, chat, read_manifest, wait_ready
 from llmservice_local.demo.summary import NEEDED_FINAL, Outcome, summarise
-from llmservice_local.demo.traffic import calibrate, overload, trace_lengths
+from llmservice_local.demo.traffic import calibrate, trace_lengths
 from llmservice_local.demo.up import UpProcess, run_command
 from llmservice_local.demo.view import LiveTable
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
@@ -146,10 +146,9 @@ class _Run:
             highlight=False,
         )
         self._observer.start_clock()
+        load = Load(lengths, rate=rate, duration_s=config.duration_s, seed=2)
         with LiveTable(self._console) as table:
-            traffic = asyncio.create_task(
-                overload(self._session, target, lengths, word_rate, rate, config.duration_s, self._progress)
-            )
+            traffic = asyncio.create_task(drive(self._session, target, load, word_rate, self._progress))
             try:
                 await self._watch(table, self._phase, traffic.done)
                 records = await traffic

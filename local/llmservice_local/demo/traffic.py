@@ -1,4 +1,4 @@
-"""The demo's load: measures the throughput of one replica, then sends more than that."""
+"""The demo's load: its lengths, and the throughput of one replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import aiohttp
 
 from llmservice_bench.client import Target, WordRate
 from llmservice_bench.drive import Load, Progress, drive
-from llmservice_bench.record import RequestRecord
 from llmservice_bench.trace import Lengths, read_trace
 from llmservice_planner.command import CommandError
 
@@ -72,17 +71,3 @@ async def calibrate(
     output_tokens_per_s = pieces / seconds
     mean_output_tokens = sum(each.output_tokens for each in lengths) / len(lengths)
     return Calibration(output_tokens_per_s / mean_output_tokens, output_tokens_per_s, progress.failed)
-
-
-async def overload(
-    session: aiohttp.ClientSession,
-    target: Target,
-    lengths: list[Lengths],
-    word_rate: WordRate,
-    rate: float,
-    duration_s: float,
-    progress: Progress,
-) -> list[RequestRecord]:
-    """Send Poisson arrivals at `rate` requests per second; returns after the last response."""
-    load = Load(lengths, rate=rate, duration_s=duration_s, seed=2)
-    return await drive(session, target, load, word_rate, progress)
