@@ -52,11 +52,8 @@ def check_disruption_budget(obj: Object, old: Object | None) -> Iterator[FieldEr
                 f"Invalid value: \"{value}\": a valid percent string must be a numeric string followed by an ending '%'"
             )
             yield FieldError(f"spec.{name}", "FieldValueInvalid", why)
-    policy = spec.get("unhealthyPodEvictionPolicy")
-    if policy is not None and policy not in _EVICTION_POLICIES:
-        supported = ", ".join(f'"{one}"' for one in _EVICTION_POLICIES)
-        why = f'Unsupported value: "{policy}": supported values: {supported}'
-        yield FieldError("spec.unhealthyPodEvictionPolicy", "FieldValueNotSupported", why)
+    if (policy := spec.get("unhealthyPodEvictionPolicy")) is not None:
+        yield from _check_supported(policy, _EVICTION_POLICIES, "spec.unhealthyPodEvictionPolicy")
 
 
 def _with_protocols(rule: Object) -> Object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
@@ -25,8 +25,8 @@ class Tally:
 
     probe: Object
     verdict: bool | None = None
-    _streak: int = field(default=0)
-    _last: bool | None = field(default=None)
+    _streak: int = 0
+    _last: bool | None = None
 
     def add(self, success: bool) -> bool:
         """Count a result; returns whether the verdict has changed."""

@@ -12,7 +12,7 @@ _INHERITED = (
     "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "LD_LIBRARY_PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR",
     "REQUESTS_CA_BUNDLE", "OMP_NUM_THREADS",
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 _SHIM = Path(__file__).with_name("shim.py")
 
 
