@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from fractions import Fraction
 from typing import Any
+
+from llmservice_operator.api.units import amount
 
 Object = dict[str, Any]
 
@@ -34,6 +37,24 @@ def is_ready(obj: Mapping[str, Any]) -> bool:
 
 def has_ended(pod: Mapping[str, Any]) -> bool:
     return (pod.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
+
+
+def requests_of(pod: Object) -> dict[str, Fraction]:
+    """A pod's effective requests: the sum over its containers, or the largest init container if that is more."""
+    total: dict[str, Fraction] = {"pods": Fraction(1)}
+    for container in pod["spec"].get("containers") or []:
+        for name, quantity in _requests(container).items():
+            total[name] = total.get(name, Fraction(0)) + quantity
+    for container in pod["spec"].get("initContainers") or []:
+        for name, quantity in _requests(container).items():
+            total[name] = max(total.get(name, Fraction(0)), quantity)
+    return total
+
+
+def _requests(container: Object) -> dict[str, Fraction]:
+    resources = container.get("resources") or {}
+    wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: amount(quantity) for name, quantity in wanted.items()}
 
 
 def controller_of(obj: Object) -> Object | None:

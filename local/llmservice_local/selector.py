@@ -45,17 +45,25 @@ def matches_labels(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bo
     """Whether a `LabelSelector` of a spec (matchLabels, matchExpressions) matches these labels."""
     if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
         return False
-    for expression in selector.get("matchExpressions") or []:
-        key, operator, values = expression["key"], expression["operator"], expression.get("values") or []
-        holds = {
-            "In": labels.get(key) in values,
-            "NotIn": labels.get(key) not in values,
-            "Exists": key in labels,
-            "DoesNotExist": key not in labels,
-        }
-        if not holds.get(operator, False):
-            return False
-    return True
+    return all(_holds(expression, labels) for expression in selector.get("matchExpressions") or [])
+
+
+def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether these labels meet one requirement, of a LabelSelector or a node affinity (Gt, Lt)."""
+    value, values = labels.get(expression["key"]), expression.get("values") or []
+    match expression["operator"]:
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" if value is not None and value.isdigit():
+            above = int(value) > int(values[0])
+            return above if expression["operator"] == "Gt" else int(value) < int(values[0])
+    return False
 
 
 def selector_string(selector: Mapping[str, Any]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from fractions import Fraction
 from typing import Any
 
 from llmservice_local.client import CLAIMS, NODES, PODS
 from llmservice_local.control.controller import Controller
-from llmservice_local.objects import Object, condition_of, has_ended, timestamp, with_condition
+from llmservice_local.objects import Object, condition_of, has_ended, requests_of, timestamp, with_condition
+from llmservice_local.selector import matches_labels
 from llmservice_operator.api.units import amount
 
 
@@ -56,22 +56,10 @@ class Scheduler(Controller):
         if known.get("status") == "False" and known.get("message") == why:
             return
         refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
-        status = with_condition(pod.get("status") or {}, refused, timestamp(datetime.now(UTC)))
+        status = with_condition(pod.get("status") or {}, refused, timestamp())
         patch: Object = {"status": {"conditions": status["conditions"]}}
         self.informer(PODS).observe(await self.client.merge(PODS, pod, patch, subresource="status"))
         await self.recorder.post(pod, "Warning", "FailedScheduling", why)
-
-
-def requests_of(pod: Object) -> dict[str, Fraction]:
-    """A pod's effective requests: the sum over its containers, or the largest init container if that is more."""
-    total: dict[str, Fraction] = {"pods": Fraction(1)}
-    for container in pod["spec"].get("containers") or []:
-        for name, quantity in _requests(container).items():
-            total[name] = total.get(name, Fraction(0)) + quantity
-    for container in pod["spec"].get("initContainers") or []:
-        for name, quantity in _requests(container).items():
-            total[name] = max(total.get(name, Fraction(0)), quantity)
-    return total
 
 
 def claims_of(pod: Object) -> list[str]:
@@ -135,12 +123,6 @@ def misfits(pod: Object, node: Object, on_node: Sequence[Object]) -> list[str]:
     return insufficient
 
 
-def _requests(container: Object) -> dict[str, Fraction]:
-    resources = container.get("resources") or {}
-    wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: amount(quantity) for name, quantity in wanted.items()}
-
-
 def _occupies(pod: Object, node: str) -> bool:
     """Whether a pod uses resources of the node: it does until it has ended, also while it is being deleted."""
     return pod["spec"].get("nodeName") == node and not has_ended(pod)
@@ -165,27 +147,9 @@ def _selected(pod: Object, node: Object) -> bool:
         return True
     names = {"metadata.name": node["metadata"]["name"]}
     return any(
-        all(_matches(expression, labels) for expression in term.get("matchExpressions") or [])
-        and all(_matches(expression, names) for expression in term.get("matchFields") or [])
+        matches_labels(term, labels) and matches_labels({"matchExpressions": term.get("matchFields")}, names)
         for term in affinity.get("nodeSelectorTerms") or []
     )
-
-
-def _matches(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    value, values = labels.get(expression["key"]), expression.get("values") or []
-    match expression["operator"]:
-        case "In":
-            return value in values
-        case "NotIn":
-            return value not in values
-        case "Exists":
-            return value is not None
-        case "DoesNotExist":
-            return value is None
-        case "Gt" | "Lt" if value is not None and value.isdigit():
-            above = int(value) > int(values[0])
-            return above if expression["operator"] == "Gt" else int(value) < int(values[0])
-    return False
 
 
 _PROTECTION = "kubernetes.io/pvc-protection"

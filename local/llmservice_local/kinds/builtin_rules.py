@@ -6,7 +6,7 @@ Defaults: https://kubernetes.io/docs/reference/kubernetes-api/ and k8s.io/kubern
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from llmservice_local.errors import FieldError
@@ -17,7 +17,7 @@ from llmservice_local.kinds.policy_rules import (
     default_network_policy,
     default_webhooks,
 )
-from llmservice_local.objects import Object, has_ended
+from llmservice_local.objects import Object, has_ended, requests_of
 from llmservice_local.selector import matches_labels
 from llmservice_operator.api.units import amount
 
@@ -248,23 +248,11 @@ def exceeded_quota(pod: Object, pods: Iterable[Object], quotas: Iterable[Object]
     counted = [other for other in pods if not has_ended(other)]
     for quota in quotas:
         for resource, hard in ((quota.get("spec") or {}).get("hard") or {}).items():
-            requested = _amount(pod, resource)
-            used = sum(_amount(other, resource) for other in counted)
+            what = resource.removeprefix("requests.").removeprefix("count/")
+            requested = float(requests_of(pod).get(what, 0))
+            used = float(sum(requests_of(other).get(what, 0) for other in counted))
             if requested and used + requested > amount(str(hard)):
                 name = quota["metadata"]["name"]
                 figures = f"requested: {resource}={requested:g}, used: {resource}={used:g}, limited: {resource}={hard}"
                 return f"exceeded quota: {name}, {figures}"
     return None
-
-
-def _amount(pod: Object, resource: str) -> float:
-    if resource in {"pods", "count/pods"}:
-        return 1.0
-    what = resource.removeprefix("requests.")
-    return float(sum(_requested(container, what) for container in pod["spec"].get("containers") or []))
-
-
-def _requested(container: Mapping[str, Any], resource: str) -> float:
-    resources = container.get("resources") or {}
-    found = (resources.get("requests") or {}).get(resource) or (resources.get("limits") or {}).get(resource)
-    return float(amount(str(found))) if found is not None else 0.0

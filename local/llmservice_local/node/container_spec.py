@@ -135,17 +135,6 @@ def cpu_limit(container: Object) -> float:
     return float(amount(limit)) if limit is not None else 0.0
 
 
-def gpu_count(pod: Object) -> int:
-    """The number of GPUs that the pod's containers request."""
-    total = Fraction(0)
-    for container in pod["spec"]["containers"]:
-        resources = container.get("resources") or {}
-        total += amount(
-            {**(resources.get("requests") or {}), **(resources.get("limits") or {})}.get("nvidia.com/gpu", 0)
-        )
-    return int(total)
-
-
 def _whole_source(source: Object, lookup: Lookup) -> dict[str, str]:
     for field, kind in (("configMapRef", "configmap"), ("secretRef", "secret")):
         if field in source:

@@ -9,7 +9,6 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 from aiohttp import ClientSession, TCPConnector
@@ -20,11 +19,10 @@ from llmservice_local.control.controller import Recorder
 from llmservice_local.control.informer import Informers
 from llmservice_local.errors import ApiError
 from llmservice_local.loopback import AddressBlock
-from llmservice_local.node.container_spec import gpu_count
 from llmservice_local.node.pod_worker import PodHost, PodWorker
 from llmservice_local.node.process import FIRST_S, base_environment
 from llmservice_local.node.server import self_signed, serve_node
-from llmservice_local.objects import Object, has_ended, timestamp
+from llmservice_local.objects import Object, has_ended, requests_of, timestamp
 
 HOST_IP = "127.0.0.1"
 _HEARTBEAT_S = 60.0
@@ -147,7 +145,7 @@ class Kubelet:
     def _take_gpus(self, pod: Object) -> dict[str, str]:
         """Allocate GPUs to the pod; returns the environment that a device plugin would set."""
         free = [gpu for gpu in range(self._settings.gpus) if gpu not in self._gpus]
-        taken = free[: gpu_count(pod)]
+        taken = free[: int(requests_of(pod).get("nvidia.com/gpu", 0))]
         self._gpus |= dict.fromkeys(taken, pod["metadata"]["uid"])
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, taken))}
 
@@ -183,7 +181,7 @@ class Kubelet:
 
     async def _register(self, node: Object) -> Object:
         try:
-            created = await self._client.create(NODES, None, {**node, "status": node["status"]})
+            created = await self._client.create(NODES, None, node)
         except ApiError as error:
             if error.code != 409:
                 raise
@@ -195,7 +193,7 @@ class Kubelet:
     async def _heartbeat(self, node: Object) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            condition = {**node["status"]["conditions"][0], "lastHeartbeatTime": timestamp(datetime.now(UTC))}
+            condition = {**node["status"]["conditions"][0], "lastHeartbeatTime": timestamp()}
             try:
                 await self._client.merge(NODES, node, {"status": {"conditions": [condition]}}, subresource="status")
             except ApiError as error:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from llmservice_local.control.scheduler import choose_node, requests_of
+from llmservice_local.control.scheduler import choose_node
+from llmservice_local.objects import requests_of
 
 
 def node(name: str = "n", **overrides: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from llmservice_local.node.container_spec import (
     cpu_limit,
     environment,
     expand,
-    gpu_count,
     translate,
     volume_paths,
     write_config_maps,
@@ -143,8 +142,6 @@ def test_existing_claim_is_a_folder_that_pods_share() -> None:
         volume_paths(pod, Path("/x"), no_claims)
 
 
-def test_limits_of_a_container_as_numbers() -> None:
+def test_the_cpu_limit_of_a_container_as_a_number() -> None:
     assert cpu_limit({"resources": {"limits": {"cpu": "400m"}}}) == 0.4
     assert cpu_limit({}) == 0.0
-    containers = [{"resources": {"limits": {"nvidia.com/gpu": "2"}}}, {}]
-    assert gpu_count({"spec": {"containers": containers}}) == 2
