@@ -177,13 +177,10 @@ async def prepare(bench: Bench) -> None:
     await asyncio.gather(*(create(*key) for key in bench.names()))
 
 
-async def until(check: Callable[[], Awaitable[bool]], every_s: float = 0.2) -> float:
-    """Seconds until the condition is true."""
-    started_s = time.monotonic()
+async def until(check: Callable[[], Awaitable[bool]], every_s: float = 0.2) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not await check():  # noqa: ASYNC110 - what another process does has no event here
             await asyncio.sleep(every_s)
-    return time.monotonic() - started_s
 
 
 async def measure_first_start(bench: Bench, operator: Operator) -> None:
