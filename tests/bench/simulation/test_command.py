@@ -41,17 +41,17 @@ def test_the_report_shows_promises_cost_and_decisions(
 def test_policies_are_compared_on_the_same_traffic(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--compare", "builtin,hpa:target=6,static:3,clairvoyant", "--startup", "20s", "-o", "json")
-    assert simulate(files, *flags) == 0
+    flags = ("--compare", "builtin,hpa:target=6,static:3,clairvoyant", "--startup", "20s", "--duration", "60s")
+    assert simulate(files, *flags, "-o", "json") == 0
     document = json.loads(capsys.readouterr().out)
     by_name = {each["policy"]: each for each in document["policies"]}
     assert list(by_name) == ["builtin", "hpa", "static:3", "clairvoyant"]
     for each in by_name.values():
-        assert each["requests"] == 400
-        assert sum(each["outcomes"].values()) == 400
-        assert 0 < each["gpu_hours"] <= 6 * 120 / 3600
+        assert each["requests"] == 200
+        assert sum(each["outcomes"].values()) == 200
+        assert 0 < each["gpu_hours"] <= 6 * 60 / 3600
         waits = each["wait_seconds"]["interactive"]
-        assert waits["requests"] == 400
+        assert waits["requests"] == 200
         assert 0 <= waits["p50"] <= waits["p99"] < each["ttft_seconds"]["p99"]
         assert each["wait_seconds"]["batch"] == {"requests": 0, "mean": None, "p50": None, "p99": None}
         assert all(decision["reasons"] for decision in each["decisions"])
