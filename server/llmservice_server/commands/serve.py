@@ -362,7 +362,10 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
     """`engine_command` starts another engine process than the server's own, which benchmarks measure it with."""
     import uvloop
 
+    from llmservice_httpserver.listening import ListenError
+    from llmservice_server.http.authentication import KeyFileError
     from llmservice_server.http.server import HttpProcess, ListenConfig, ServeError
+    from llmservice_server.http.tracing import TracingError
     from llmservice_server.ipc import json_log
     from llmservice_server.ipc.client import ENGINE_COMMAND
     from llmservice_server.text.model_folder import served_folder
@@ -396,6 +399,8 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve_until_stopped())
+    except (KeyFileError, ListenError, TracingError) as error:
+        raise CommandError(str(error), status=1) from error
     except ServeError as error:
         raise CommandError(str(error), status=error.status) from error
     return 0

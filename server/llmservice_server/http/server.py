@@ -7,27 +7,22 @@ import contextlib
 import gc
 import logging
 import signal
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from llmservice_httpserver.listening import HttpServer, ListenError, bind
+from llmservice_httpserver.listening import HttpServer, bind
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.http.adapter_list import AdapterList
 from llmservice_server.http.app import create_app, create_metrics_app
-from llmservice_server.http.authentication import ApiKeys, Authenticator, GatewayKeys, KeyFileError
+from llmservice_server.http.authentication import ApiKeys, Authenticator, GatewayKeys
 from llmservice_server.http.state import ServeConfig, ServerState
-from llmservice_server.http.tracing import TracingError, tracer_provider
+from llmservice_server.http.tracing import tracer_provider
 from llmservice_server.ipc.client import ENGINE_COMMAND, EngineClient
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.checkpoint_config import GenerationConfig
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import Ready
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger("llmservice.server")
 
@@ -40,7 +35,7 @@ LOADING_FAILED, SERVING_FAILED = 1, 3
 class ServeError(Exception):
     """The server had to stop: one sentence for the user, and the exit status."""
 
-    def __init__(self, message: str, status: int = LOADING_FAILED) -> None:
+    def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
 
@@ -63,7 +58,10 @@ class ListenConfig:
 
 
 class HttpProcess:
-    """One server from start to end, on the running event loop; `engine_command` starts its engine process."""
+    """One server from start to end, on the running event loop; `engine_command` starts its engine process.
+
+    Raises KeyFileError and TracingError.
+    """
 
     def __init__(
         self,
@@ -94,13 +92,13 @@ class HttpProcess:
         self._stop = asyncio.Event()
         self._failure: str | None = None
         self._was_ready = False
-        self._tracer = _tracer(listen)
+        self._tracer = tracer_provider(listen.otlp_endpoint)
         app = create_app(self._state, _authenticator(serve), self._tracer, serves_metrics=listen.shares_port)
         self._api = HttpServer(app)
         self._metrics = None if listen.shares_port else HttpServer(create_metrics_app(self._state))
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT. Raises ServeError where the engine or the tokenizer fails."""
+        """Serve until SIGTERM or SIGINT. Raises ListenError, and ServeError where the engine or the tokenizer fails."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -126,12 +124,12 @@ class HttpProcess:
             raise ServeError(self._failure, SERVING_FAILED if self._was_ready else LOADING_FAILED)
 
     def _start_serving(self) -> list[asyncio.Task[None]]:
-        """Listen on the ports and log them. Raises ServeError where one is taken."""
+        """Listen on the ports and log them. Raises ListenError where one is taken."""
         host, port = self._listen.host, self._listen.port
-        listeners = [(self._api, _bind(host, port, "--port"))]
+        listeners = [(self._api, bind(host, port, "--port"))]
         fields = {"host": host, "port": listeners[0][1].getsockname()[1]}
         if self._metrics is not None:
-            listeners.append((self._metrics, _bind(host, self._listen.metrics_port, "--metrics-port")))
+            listeners.append((self._metrics, bind(host, self._listen.metrics_port, "--metrics-port")))
         log.info("listening", extra={"fields": {**fields, "metrics_port": listeners[-1][1].getsockname()[1]}})
         serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in listeners]
         for task in serving:
@@ -200,24 +198,6 @@ class HttpProcess:
 
 
 def _authenticator(serve: ServeConfig) -> Authenticator | None:
-    try:
-        if serve.gateway_keys is not None:
-            return GatewayKeys(serve.gateway_keys, serve.audience)
-        return None if serve.api_key_file is None else ApiKeys(serve.api_key_file)
-    except KeyFileError as error:
-        raise ServeError(str(error)) from error
-
-
-def _tracer(listen: ListenConfig) -> TracerProvider | None:
-    try:
-        return tracer_provider(listen.otlp_endpoint)
-    except TracingError as error:
-        raise ServeError(str(error)) from error
-
-
-def _bind(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket. Raises ServeError, which names the `flag` of the port."""
-    try:
-        return bind(host, port, flag)
-    except ListenError as error:
-        raise ServeError(str(error)) from error
+    if serve.gateway_keys is not None:
+        return GatewayKeys(serve.gateway_keys, serve.audience)
+    return None if serve.api_key_file is None else ApiKeys(serve.api_key_file)
