@@ -15,7 +15,7 @@ from llmservice_gateway.access.admission import Access
 from llmservice_gateway.access.counters import shared_counters
 from llmservice_gateway.access.keys import Keyring
 from llmservice_gateway.access.limits import Limiter
-from llmservice_gateway.access.signing import Signer, SigningKeyError
+from llmservice_gateway.access.signing import Signer
 from llmservice_gateway.app import Gateway
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.reflector import KubernetesAPI
@@ -27,6 +27,7 @@ from llmservice_httpserver.listening import HttpServer, ListenError, bind
 from llmservice_httpserver.protocol import BoundedHttpProtocol
 from llmservice_planner.addresses import endpoint
 from llmservice_planner.command import CommandError
+from llmservice_planner.key_file import KeyFileError
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def _limiter(args: argparse.Namespace) -> Limiter:
 def _signer(args: argparse.Namespace) -> Signer | None:
     try:
         return None if args.signing_keys is None else Signer(args.signing_keys)
-    except SigningKeyError as error:
+    except KeyFileError as error:
         raise CommandError(f"--signing-keys: {error}") from None
 
 

@@ -8,6 +8,7 @@ import logging
 
 from llmservice_operator.settings import OperatorSettings
 from llmservice_planner.command import Command, CommandError
+from llmservice_planner.key_file import KeyFileError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +34,13 @@ async def _run(settings: OperatorSettings) -> int:
 
     from llmservice_operator.cluster.leadership import LeadershipLostError
     from llmservice_operator.framework.operator import OperatorEndedError, run_operator
-    from llmservice_operator.framework.public_keys import PublicKeyError
 
     try:
         await run_operator(settings)
     except ConfigException as error:
         raise CommandError(f"no way to the API server: {error}. Set KUBECONFIG, or run inside a cluster") from error
-    except PublicKeyError as error:
-        raise CommandError(str(error)) from error
+    except KeyFileError as error:
+        raise CommandError(f"--gateway-public-keys: {error}") from error
     except LeadershipLostError as error:
         raise CommandError(f"no longer the leader: {error}", status=1) from error
     except (OperatorEndedError, OSError) as error:

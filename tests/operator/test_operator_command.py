@@ -214,7 +214,7 @@ def test_public_keys_that_cannot_be_read_are_one_sentence(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     assert main(["operator", "--port", "0", "--gateway-public-keys", "absent"]) == 2
-    sentence = "--gateway-public-keys absent cannot be read: No such file or directory"
+    sentence = "--gateway-public-keys: the gateway's public keys in absent cannot be read: No such file or directory"
     assert capsys.readouterr().err.splitlines()[-1] == f"llmservice operator: {sentence}"
 
 

@@ -6,8 +6,6 @@ public half when the first token comes that is signed with it.
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,16 +25,12 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-logger = logging.getLogger(__name__)
+from llmservice_planner.key_file import KeyFile, KeyFileError
 
 TOKEN_HEADER = "x-llmservice-token"  # noqa: S105  # a name, no password
 VALID_S = 30
 SIGNING_FIELD, PUBLIC_FIELD = "signing-keys.yaml", "public-keys.pem"
 MAX_KEYS = 2  # the present one and the next; pods take as many
-
-
-class SigningKeyError(Exception):
-    """The keys cannot be used: one sentence for the user, without any key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +54,18 @@ class SigningKey:
 
 
 def parse_signing_keys(text: str) -> tuple[SigningKey, ...]:
-    """The keys of a `signing-keys.yaml`, the oldest first. Raises SigningKeyError."""
+    """The keys of a `signing-keys.yaml`, the oldest first. Raises KeyFileError."""
     expected = f"expected {SIGNING_FIELD} as `llmservice signing-key` makes it"
     try:
         entries = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise SigningKeyError(f"the signing keys are not valid YAML: {expected}") from None
+        raise KeyFileError(f"the signing keys are not valid YAML: {expected}") from None
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_KEYS:
-        raise SigningKeyError(f"there must be one or two signing keys: {expected}")
+        raise KeyFileError(f"there must be one or two signing keys: {expected}")
     try:
         keys = [_signing_key(entry) for entry in entries]
     except (KeyError, TypeError, ValueError, UnsupportedAlgorithm):
-        raise SigningKeyError(f"a signing key is no Ed25519 key with a time notBefore: {expected}") from None
+        raise KeyFileError(f"a signing key is no Ed25519 key with a time notBefore: {expected}") from None
     return tuple(sorted(keys, key=lambda key: key.not_before))
 
 
@@ -111,51 +105,17 @@ def signing_secret(name: str, keys: Sequence[SigningKey], namespace: str | None 
 
 
 class Signer:
-    """Signs with the keys of a file, which is read again when it changes.
-
-    Raises SigningKeyError where the file cannot be used at start; later that is logged, and the keys stay as they were.
-    """
+    """Signs with the keys of a file, as `KeyFile` reads it."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
+        """Raises KeyFileError."""
+        self._file = KeyFile(path, "signing keys", parse_signing_keys)
         self._clock = clock
-        self._seen = self._fingerprint()
-        self._keys = self._read()
 
     def headers(self, audience: str, key_name: str, lane: str | None) -> Mapping[str, str]:
         """For a request to a pod of the service `audience`, `namespace/name`, with this API key."""
-        self._reload()
         now = self._clock()
         claims: dict[str, Any] = {"aud": audience, "sub": key_name, "iat": int(now), "exp": int(now) + VALID_S}
         if lane is not None:
             claims["lane"] = lane
-        return {TOKEN_HEADER: jwt.encode(claims, present_key(self._keys, now).private, algorithm="EdDSA")}
-
-    def _reload(self) -> None:
-        fingerprint = self._fingerprint()
-        if fingerprint == self._seen:
-            return
-        self._seen = fingerprint
-        try:
-            self._keys = self._read()
-        except SigningKeyError as error:
-            logger.error("%s; the signing keys stay as they were", error)  # noqa: TRY400  # the message is complete
-        else:
-            logger.info("signing keys read again: %d", len(self._keys))
-
-    def _read(self) -> tuple[SigningKey, ...]:
-        try:
-            return parse_signing_keys(self._path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", "not UTF-8")
-            raise SigningKeyError(f"the signing keys in {self._path} cannot be read: {why}") from None
-        except SigningKeyError as error:
-            raise SigningKeyError(f"{self._path}: {error}") from None
-
-    def _fingerprint(self) -> tuple[int, int, int] | None:
-        """Changes with the content; a Secret's update swaps a link, hence the inode."""
-        try:
-            status = os.stat(self._path)  # noqa: PTH116  # follows links, as Path.stat does, and costs a third
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        return {TOKEN_HEADER: jwt.encode(claims, present_key(self._file.keys, now).private, algorithm="EdDSA")}

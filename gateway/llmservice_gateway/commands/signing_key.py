@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from llmservice_planner.command import Command, CommandError
+from llmservice_planner.key_file import KeyFileError
 
 _AFTER_S = 600.0
 
@@ -36,13 +37,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     import yaml
 
-    from llmservice_gateway.access.signing import (
-        SigningKey,
-        SigningKeyError,
-        parse_signing_keys,
-        rotated,
-        signing_secret,
-    )
+    from llmservice_gateway.access.signing import SigningKey, parse_signing_keys, rotated, signing_secret
 
     now = time.time()
     after_s = _AFTER_S if args.after is None else args.after
@@ -54,8 +49,8 @@ def _run(args: argparse.Namespace) -> int:
         try:
             present = yaml.safe_load(sys.stdin)
             keys = rotated(parse_signing_keys(_signing_field(present)), now, after_s)
-        except (yaml.YAMLError, SigningKeyError) as error:
-            why = error if isinstance(error, SigningKeyError) else "it is not valid YAML"
+        except (yaml.YAMLError, KeyFileError) as error:
+            why = error if isinstance(error, KeyFileError) else "it is not valid YAML"
             raise CommandError(f"standard input does not hold the present Secret: {why}") from None
         metadata = present.get("metadata") or {}
         name, namespace = metadata.get("name", args.name), metadata.get("namespace", args.namespace)
@@ -70,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _signing_field(secret: Any) -> str:
     """Of a Secret as the API server returns it, or as this command has printed it."""
-    from llmservice_gateway.access.signing import SIGNING_FIELD, SigningKeyError
+    from llmservice_gateway.access.signing import SIGNING_FIELD
 
     if isinstance(secret, dict):
         if SIGNING_FIELD in (secret.get("stringData") or {}):
@@ -79,8 +74,8 @@ def _signing_field(secret: Any) -> str:
             try:
                 return base64.b64decode(secret["data"][SIGNING_FIELD], validate=True).decode()
             except ValueError:
-                raise SigningKeyError(f"its {SIGNING_FIELD} is not base64") from None
-    raise SigningKeyError(f"it has no {SIGNING_FIELD}")
+                raise KeyFileError(f"its {SIGNING_FIELD} is not base64") from None
+    raise KeyFileError(f"it has no {SIGNING_FIELD}")
 
 
 COMMAND = Command(

@@ -27,7 +27,7 @@ from llmservice_operator.cluster.leadership import Election, LeadershipLostError
 from llmservice_operator.cluster.object_cache import ObjectCache, collect_seldom, freeze_heap
 from llmservice_operator.framework.handlers import Handlers
 from llmservice_operator.framework.kopf_settings import kopf_settings, quieten_kopf
-from llmservice_operator.framework.public_keys import PublicKeyFile
+from llmservice_operator.framework.public_keys import public_keys_of
 from llmservice_operator.framework.resync import Resync
 from llmservice_operator.framework.session import Login, Watches, register_probes
 from llmservice_operator.framework.webhook import Certificate, register_admission
@@ -156,7 +156,7 @@ class Kopf:
 async def run_operator(settings: OperatorSettings) -> None:
     """Run until SIGTERM or SIGINT.
 
-    Raises ConfigException where no cluster is configured, PublicKeyError, OSError where a port is in use,
+    Raises ConfigException where no cluster is configured, KeyFileError, OSError where a port is in use,
     LeadershipLostError and OperatorEndedError.
     """
     collect_seldom()
@@ -224,7 +224,7 @@ async def _reconciler(
         Grants(client, not settings.namespaces, settings.usable_secrets(), settings.allowed_env),
         HeldRequests(inside, partial(gateways, client, settings), counted=metrics.held_read),
         peers=settings.peers(),
-        public_keys=PublicKeyFile(settings.gateway_public_keys).keys if settings.gateway_public_keys else lambda: None,
+        public_keys=public_keys_of(settings.gateway_public_keys) if settings.gateway_public_keys else lambda: None,
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from llmservice_planner.addresses import ANY_ADDRESS
 from llmservice_planner.command import Command, CommandError, json_object, port
+from llmservice_planner.key_file import KeyFileError
 from llmservice_planner.model.config import read_modules
 from llmservice_planner.model.encoders import without_config
 from llmservice_planner.model.shape import ModelShape, ShapeError
@@ -363,7 +364,6 @@ def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None)
     import uvloop
 
     from llmservice_httpserver.listening import ListenError
-    from llmservice_server.http.authentication import KeyFileError
     from llmservice_server.http.server import HttpProcess, ListenConfig, ServeError
     from llmservice_server.http.tracing import TracingError
     from llmservice_server.ipc import json_log

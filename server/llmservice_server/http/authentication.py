@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
-import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import jwt
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -20,24 +17,16 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from llmservice_planner.key_file import KeyFile, KeyFileError
 from llmservice_server.engine.config import LANES
 from llmservice_server.http.access_log import PROBES
 from llmservice_server.http.error import ApiError
-
-log = logging.getLogger("llmservice.server")
-
 
 TOKEN_HEADER = "x-llmservice-token"  # noqa: S105  # a name, no password
 """The gateway's token: a JWT, signed with Ed25519."""
 _CLOCK_SKEW_S = 5.0  # between the gateway's node and this one
 _MAX_GATEWAY_KEYS = 2  # the present one and the next
 _PEM_KEY = re.compile(r"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
-
-T = TypeVar("T")
-
-
-class KeyFileError(Exception):
-    """The file cannot be used: one sentence for the user, without any key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,41 +46,6 @@ class Authenticator(Protocol):
         """Raises ApiError (401)."""
 
 
-class _KeyFile(Generic[T]):
-    """What a file holds, read again when it has changed.
-
-    Raises KeyFileError where it cannot be used at start; later that is logged, and the keys stay as they were.
-    """
-
-    def __init__(self, path: Path, what: str, parse: Callable[[str, Path], tuple[T, ...]]) -> None:
-        self._path = path
-        self._what = what
-        self._parse = parse
-        self._seen = _fingerprint(path)
-        self._keys = self._read()
-
-    @property
-    def keys(self) -> tuple[T, ...]:
-        fingerprint = _fingerprint(self._path)
-        if fingerprint != self._seen:
-            self._seen = fingerprint
-            try:
-                self._keys = self._read()
-            except KeyFileError as error:
-                log.error("%s; the keys stay as they were", error)  # noqa: TRY400  # the message is complete
-            else:
-                log.info("%s reloaded", self._what, extra={"fields": {"keys": len(self._keys)}})
-        return self._keys
-
-    def _read(self) -> tuple[T, ...]:
-        try:
-            text = self._path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", "not UTF-8")
-            raise KeyFileError(f"the {self._what} in {self._path} cannot be read: {why}") from None
-        return self._parse(text, self._path)
-
-
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """A key as it is kept: the digest to compare with, and whose it is."""
@@ -106,7 +60,7 @@ class ApiKeys:
     challenge = "Bearer"
 
     def __init__(self, path: Path) -> None:
-        self._file = _KeyFile(path, "API keys", _api_keys)
+        self._file = KeyFile(path, "API keys", _api_keys)
 
     def identify(self, headers: Headers) -> Client:
         scheme, _, presented = headers.get("authorization", "").partition(" ")
@@ -136,7 +90,7 @@ class GatewayKeys:
     challenge = TOKEN_HEADER  # by which the gateway knows that it is not the client's key that is refused
 
     def __init__(self, path: Path, audience: str) -> None:
-        self._file = _KeyFile(path, "gateway's public keys", _public_keys)
+        self._file = KeyFile(path, "gateway's public keys", _public_keys)
         self._audience = audience
 
     def identify(self, headers: Headers) -> Client:
@@ -173,46 +127,37 @@ class GatewayKeys:
         return Client(claims["sub"], lane)
 
 
-def _fingerprint(path: Path) -> tuple[int, int, int] | None:
-    """Changes with the content; a Secret's update swaps a link, hence the inode."""
-    try:
-        status = os.stat(path)  # noqa: PTH116  # follows links, as Path.stat does, and costs a third; once a request
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def _api_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
+def _api_keys(text: str) -> tuple[ApiKey, ...]:
     keys = []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if line and not line.startswith("#"):
-            keys.append(_api_key(line, f"{path}, line {number}", f"line {number}"))
+            keys.append(_api_key(line, f"line {number}"))
     if not keys:
-        raise KeyFileError(f"{path} holds no API key, so that no request could be served: expected one a line")
+        raise KeyFileError("it holds no API key, so that no request could be served: expected one a line")
     if len({key.digest for key in keys}) < len(keys):
-        raise KeyFileError(f"{path} holds a key twice: its lane is ambiguous")
+        raise KeyFileError("it holds a key twice: its lane is ambiguous")
     return tuple(keys)
 
 
-def _api_key(line: str, where: str, default_name: str) -> ApiKey:
+def _api_key(line: str, where: str) -> ApiKey:
     key, _, rest = line.partition(":")
     lane, _, name = rest.partition(":")
     if not key or not key.isascii() or any(character.isspace() for character in key):
         raise KeyFileError(f"{where}: expected KEY, KEY:LANE or KEY:LANE:NAME, the key in ASCII without spaces")
     if lane and lane not in LANES:
         raise KeyFileError(f"{where}: the lane is none of {', '.join(LANES)}")
-    return ApiKey(_digest(key), Client(name or default_name, lane or None))
+    return ApiKey(_digest(key), Client(name or where, lane or None))
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _public_keys(text: str, path: Path) -> tuple[Ed25519PublicKey, ...]:
+def _public_keys(text: str) -> tuple[Ed25519PublicKey, ...]:
     expected = "expected one or two Ed25519 public keys in PEM, as `llmservice signing-key` makes them"
     blocks = _PEM_KEY.findall(text)
     if not 1 <= len(blocks) <= _MAX_GATEWAY_KEYS:
-        raise KeyFileError(f"{path} holds {len(blocks)} public keys: {expected}")
+        raise KeyFileError(f"it holds {len(blocks)} public keys: {expected}")
     keys = []
     for block in blocks:
         try:
@@ -220,7 +165,7 @@ def _public_keys(text: str, path: Path) -> tuple[Ed25519PublicKey, ...]:
         except (ValueError, UnsupportedAlgorithm):
             key = None
         if not isinstance(key, Ed25519PublicKey):
-            raise KeyFileError(f"{path} holds something else than Ed25519's keys: {expected}")
+            raise KeyFileError(f"it holds something else than Ed25519's keys: {expected}")
         keys.append(key)
     return tuple(keys)
 

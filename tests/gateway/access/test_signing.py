@@ -20,13 +20,13 @@ from llmservice_gateway.access.signing import (
     TOKEN_HEADER,
     Signer,
     SigningKey,
-    SigningKeyError,
     parse_signing_keys,
     present_key,
     rotated,
     signing_secret,
 )
 from llmservice_planner.command import main
+from llmservice_planner.key_file import KeyFileError
 from llmservice_server.http.authentication import GatewayKeys
 from llmservice_server.http.error import ApiError
 
@@ -135,13 +135,13 @@ def test_the_keys_are_read_again_when_they_change_and_a_broken_file_changes_noth
     ],
 )
 def test_what_holds_no_signing_keys_is_refused_without_showing_it(content: str, words: str) -> None:
-    with pytest.raises(SigningKeyError, match=words) as refused:
+    with pytest.raises(KeyFileError, match=words) as refused:
         parse_signing_keys(content)
     assert "secret" not in str(refused.value)
 
 
 def test_an_absent_file_is_refused_at_start(tmp_path: Path) -> None:
-    with pytest.raises(SigningKeyError, match="cannot be read: No such file"):
+    with pytest.raises(KeyFileError, match="cannot be read: No such file"):
         Signer(tmp_path / "absent")
 
 

@@ -9,7 +9,8 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from llmservice_operator.framework.public_keys import PublicKeyError, PublicKeyFile
+from llmservice_operator.framework.public_keys import public_keys_of
+from llmservice_planner.key_file import KeyFileError
 
 
 def pem(key: Any) -> str:
@@ -25,16 +26,16 @@ def test_the_keys_follow_their_file_and_a_broken_one_changes_nothing(
 ) -> None:
     path = tmp_path / "keys.pem"
     path.write_text(FIRST)
-    keys = PublicKeyFile(path)
-    assert keys.keys() == FIRST
+    keys = public_keys_of(path)
+    assert keys() == FIRST
     path.write_text(f"# the present one\n{FIRST}{SECOND}")
-    assert keys.keys() == FIRST + SECOND
+    assert keys() == FIRST + SECOND
     path.write_text("nothing")
-    assert keys.keys() == FIRST + SECOND
+    assert keys() == FIRST + SECOND
     path.unlink()
-    assert keys.keys() == FIRST + SECOND
+    assert keys() == FIRST + SECOND
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    assert ["the pods keep the keys that they have" in one for one in errors] == [True, True]
+    assert ["the keys stay as they were" in one for one in errors] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_the_keys_follow_their_file_and_a_broken_one_changes_nothing(
 def test_what_holds_no_public_keys_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "keys.pem"
     path.write_text(content)
-    with pytest.raises(PublicKeyError, match="does not hold one or two Ed25519 public keys in PEM"):
-        PublicKeyFile(path)
-    with pytest.raises(PublicKeyError, match="cannot be read: No such file"):
-        PublicKeyFile(tmp_path / "absent")
+    with pytest.raises(KeyFileError, match="does not hold one or two Ed25519 public keys in PEM"):
+        public_keys_of(path)
+    with pytest.raises(KeyFileError, match="cannot be read: No such file"):
+        public_keys_of(tmp_path / "absent")

@@ -22,7 +22,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from starlette.datastructures import Headers
 
 from llmservice_planner.command import main
-from llmservice_server.http.authentication import TOKEN_HEADER, ApiKeys, GatewayKeys, KeyFileError
+from llmservice_planner.key_file import KeyFileError
+from llmservice_server.http.authentication import TOKEN_HEADER, ApiKeys, GatewayKeys
 from llmservice_server.http.error import ApiError
 
 KEYS = """
