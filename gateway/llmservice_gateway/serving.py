@@ -12,7 +12,7 @@ import socket
 from kubernetes.aio.config import ConfigException
 
 from llmservice_gateway.access.admission import Access
-from llmservice_gateway.access.counters import shared_counters
+from llmservice_gateway.access.counters import SharedCounters
 from llmservice_gateway.access.keys import Keyring
 from llmservice_gateway.access.limits import Limiter
 from llmservice_gateway.access.signing import Signer
@@ -85,7 +85,7 @@ def _limiter(args: argparse.Namespace) -> Limiter:
     if args.replicas < 1:
         raise CommandError(f"--replicas is {args.replicas}, expected 1 or more")
     try:
-        return Limiter(shared_counters(args.redis_url) if args.redis_url else None, args.replicas)
+        return Limiter(SharedCounters(args.redis_url) if args.redis_url else None, args.replicas)
     except ValueError as error:
         raise CommandError(f"--redis-url: {error}") from None
 

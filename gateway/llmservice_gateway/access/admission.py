@@ -106,19 +106,9 @@ class Access:
             reservation = await self._limiter.admit(key, demand.prompt_tokens + answer)
         except LimitError as error:
             self._metrics.key_refusals.labels(key.name, error.reason).inc()
-            raise _refusal(error) from None
+            raise
         return Admission(key, reservation, self._signer, self._metrics, model)
 
     def answered(self, key: Key, model: str, code: str) -> None:
         """A request has been answered with this status, or refused."""
         self._metrics.key_requests.labels(key.name, model, code).inc()
-
-
-def _refusal(error: LimitError) -> GatewayError:
-    code = "insufficient_quota" if error.reason == "monthly_tokens" else "rate_limit_exceeded"
-    headers = dict(error.headers)
-    if error.retry_after_s is None:
-        headers["x-should-retry"] = "false"  # OpenAI's clients honour it
-    else:
-        headers["Retry-After"] = str(error.retry_after_s)
-    return GatewayError(429, error.message, code, headers=headers)

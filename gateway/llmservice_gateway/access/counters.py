@@ -148,9 +148,11 @@ class LocalCounters:
 
 
 class SharedCounters:
-    """Of all gateways, in Redis. Raises what `UNREACHABLE` lists."""
+    """Of all gateways, in Redis. Raises what `UNREACHABLE` lists, and ValueError where `url` is none of Redis."""
 
     def __init__(self, url: str) -> None:
+        if not url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("expected redis://HOST:PORT/DB, or rediss:// with TLS")
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=_MAX_CONNECTIONS,
@@ -225,10 +227,3 @@ def _lease_key(name: str) -> str:
 
 def budget_key(name: str, now_s: float) -> str:
     return f"llmservice:tokens:{name}:{datetime.fromtimestamp(now_s, UTC):%Y-%m}"
-
-
-def shared_counters(url: str) -> SharedCounters:
-    """Raises ValueError where it is no URL of Redis."""
-    if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("expected redis://HOST:PORT/DB, or rediss:// with TLS")
-    return SharedCounters(url)

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 
 from llmservice_gateway.access.counters import UNREACHABLE, Counters, LocalCounters, SharedCounters, Window, budget_key
 from llmservice_gateway.access.keys import Key
+from llmservice_gateway.openai_error import GatewayError
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +24,15 @@ RENEWAL_S = 20.0
 _RETRY_REDIS_S = 1.0  # after it could not be reached
 
 
-class LimitError(Exception):
+class LimitError(GatewayError):
     """A limit is reached. `retry_after_s` is None where a repetition would be refused as well."""
 
     def __init__(self, reason: str, message: str, retry_after_s: int | None, headers: Mapping[str, str]) -> None:
-        super().__init__(message)
+        code = "insufficient_quota" if reason == "monthly_tokens" else "rate_limit_exceeded"
+        # OpenAI's clients honour both.
+        retry = {"x-should-retry": "false"} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        super().__init__(429, message, code, headers={**headers, **retry})
         self.reason = reason
-        self.message = message
-        self.retry_after_s = retry_after_s
-        self.headers = headers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +53,20 @@ class Reservation:
     """In which the tokens are counted."""
 
     async def settle(self, used: int | None) -> None:
-        """`used` tokens; None: unknown, then what was reserved counts."""
-        await self._limiter.settle(self, used)
+        """`used` tokens; None: unknown, then what was reserved counts. What Redis misses of a budget, it gets later."""
+        limiter, shared, budget = self._limiter, self._limiter._shared, self._budget
+        used = self._tokens if used is None else used
+        if budget is not None and shared is not None:
+            shared.owe(budget, used - self._spent)
+        try:
+            if self._lease is not None:
+                await self._counters.release(self._key.name, self._lease)
+            if self._minute is not None and used != self._tokens:
+                await self._counters.correct(f"{self._key.name}/tokens", self._minute, used - self._tokens)
+            if budget is not None and shared is not None and limiter.counts_together:
+                await shared.post()
+        except UNREACHABLE as error:
+            limiter._lost(error)
 
 
 class Limiter:
@@ -144,25 +157,9 @@ class Limiter:
                 reservation.headers |= _headers("requests", limit, window)
         except BaseException as error:
             if not isinstance(error, UNREACHABLE):  # else the lease expires
-                await self.settle(reservation, 0)
+                await reservation.settle(0)
             raise
         return reservation
-
-    async def settle(self, reservation: Reservation, used: int | None) -> None:
-        """A reservation's request has ended. What Redis does not hear of a budget now, it does later."""
-        counters, key, budget = reservation._counters, reservation._key, reservation._budget
-        used = reservation._tokens if used is None else used
-        if budget is not None and self._shared is not None:
-            self._shared.owe(budget, used - reservation._spent)
-        try:
-            if reservation._lease is not None:
-                await counters.release(key.name, reservation._lease)
-            if reservation._minute is not None and used != reservation._tokens:
-                await counters.correct(f"{key.name}/tokens", reservation._minute, used - reservation._tokens)
-            if budget is not None and self._shared is not None and self.counts_together:
-                await self._shared.post()
-        except UNREACHABLE as error:
-            self._lost(error)
 
 
 async def _lease(counters: Counters, key: Key, parts: int) -> str | None:

@@ -13,15 +13,7 @@ from typing import Any, cast
 import pytest
 
 from llmservice_gateway.access.admission import Access
-from llmservice_gateway.access.counters import (
-    MINUTE_S,
-    Counters,
-    LocalCounters,
-    SharedCounters,
-    Window,
-    budget_key,
-    shared_counters,
-)
+from llmservice_gateway.access.counters import MINUTE_S, Counters, LocalCounters, SharedCounters, Window, budget_key
 from llmservice_gateway.access.keys import Key, Policy
 from llmservice_gateway.access.limits import Limiter, LimitError, Reservation
 from llmservice_gateway.metrics import GatewayMetrics
@@ -78,8 +70,7 @@ async def test_requests_beyond_the_limit_are_refused_with_the_time_to_wait() -> 
     refused = await outcome(limiter, limited)
     assert isinstance(refused, LimitError)
     assert refused.reason == "requests"
-    assert refused.retry_after_s is not None
-    assert 1 <= refused.retry_after_s <= 2 * MINUTE_S
+    assert 1 <= int(refused.headers["Retry-After"]) <= 2 * MINUTE_S
     assert "alice may use 3 requests in a minute: 3 are used. Try again in" in refused.message
     assert refused.headers["x-ratelimit-limit-requests"] == "3"
     assert 0 < int(refused.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 2 * MINUTE_S
@@ -129,7 +120,7 @@ async def test_after_an_answer_longer_than_reserved_a_request_has_to_wait() -> N
     await first.settle(2010)
     refused = await outcome(limiter, limited, 30)
     assert isinstance(refused, LimitError)
-    assert refused.retry_after_s == 92  # the next minute, until 970 of the 2010 tokens are left of this one
+    assert refused.headers["Retry-After"] == "92"  # the next minute, until 970 of the 2010 tokens are left of this one
     assert "2010 are used, this request asks for 30. Try again in 92 s." in refused.message
     assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
 
@@ -156,7 +147,7 @@ async def test_a_refused_request_counts_against_nothing() -> None:
 async def test_a_request_that_can_never_be_allowed_is_not_to_be_repeated() -> None:
     refused = await outcome(Limiter(), key(tokens_per_minute=100), 101)
     assert isinstance(refused, LimitError)
-    assert refused.retry_after_s is None
+    assert refused.headers["x-should-retry"] == "false"
     assert "asks for 101 tokens" in refused.message
     assert "lower max_tokens" in refused.message
 
@@ -190,7 +181,7 @@ def test_a_monthly_budget_needs_redis() -> None:
 @pytest.mark.parametrize("url", ["localhost:6379", "http://redis", ""])
 def test_what_is_no_url_of_redis_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="expected redis://HOST:PORT/DB"):
-        shared_counters(url)
+        SharedCounters(url)
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +200,10 @@ async def gateways(
     opened: list[SharedCounters] = []
 
     def make(count: int, clock: Callable[[], float] = lambda: NOVEMBER_S, replicas: int = 3) -> list[Limiter]:
-        opened.extend(shared_counters(redis_server.url) for _ in range(count))
+        opened.extend(SharedCounters(redis_server.url) for _ in range(count))
         return [Limiter(each, replicas, clock) for each in opened[-count:]]
 
-    flushing = shared_counters(redis_server.url)
+    flushing = SharedCounters(redis_server.url)
     await flushing._redis.flushall()
     await flushing.close()
     yield make
@@ -295,7 +286,7 @@ async def test_the_requests_of_a_gateway_that_has_died_end_with_their_leases(gat
     await dead.admit(limited, 1)
     await dead.renew()
     assert not await admitted(alive, limited)
-    client = shared_counters(redis_server.url)
+    client = SharedCounters(redis_server.url)
     lease_key = "llmservice:requests:alice"
     ((_, ends_ms),) = await client._redis.zrange(lease_key, 0, -1, withscores=True)
     seconds, _ = await client._redis.time()
@@ -317,7 +308,7 @@ async def test_a_monthly_budget_is_of_all_gateways_and_of_the_calendar_month(gat
     refused = await outcome(second, limited, 300)
     assert isinstance(refused, LimitError)
     assert refused.reason == "monthly_tokens"
-    assert refused.retry_after_s == 6 * 24 * 3600 + 12 * 3600  # the first of December, 0:00
+    assert int(refused.headers["Retry-After"]) == 6 * 24 * 3600 + 12 * 3600  # the first of December, 0:00
     await reservation.settle(100)
     await (await second.admit(limited, 900)).settle(900)
     assert not await admitted(first, limited)
@@ -334,7 +325,7 @@ async def test_a_request_that_another_limit_refuses_is_given_back_to_the_budget(
     limited = key(monthly_tokens=1000, requests_per_minute=1)
     await limiter.admit(limited, 400)
     assert not await admitted(limiter, limited, 400)
-    client = shared_counters(redis_server.url)
+    client = SharedCounters(redis_server.url)
     assert await client._redis.get(budget_key("alice", NOVEMBER_S)) == b"400"
     await client.close()
 
@@ -346,7 +337,7 @@ async def test_without_redis_requests_go_on_under_local_limits_until_it_is_back(
     caplog.set_level(logging.INFO, "llmservice_gateway.access.limits")
     now_s = NOVEMBER_S
     server = redis_of(tmp_path)
-    shared = shared_counters(server.url)
+    shared = SharedCounters(server.url)
     limiter = Limiter(shared, replicas=3, clock=lambda: now_s)
     limited = key(requests_per_minute=30, concurrent_requests=100, monthly_tokens=10_000, tokens_per_minute=30_000)
     async with AsyncExitStack() as stack:
@@ -375,7 +366,7 @@ async def test_without_redis_requests_go_on_under_local_limits_until_it_is_back(
 @pytest.mark.slow
 async def test_a_lost_redis_is_noticed_between_requests(redis_of: Any, tmp_path: Path) -> None:
     server = redis_of(tmp_path)
-    limiter = Limiter(shared_counters(server.url))
+    limiter = Limiter(SharedCounters(server.url))
     metrics = GatewayMetrics()
     Access(cast("Any", None), limiter, metrics)
 
