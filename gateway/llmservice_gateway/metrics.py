@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -19,82 +20,69 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter(
             "llmservice_gateway_requests_total",
             "Requests answered, by model and status code; 499: the client left before the answer was complete",
             ["model", "code"],
-            registry=self.registry,
         )
-        self.in_flight = Gauge(
-            "llmservice_gateway_in_flight", "Requests being answered now", ["model"], registry=self.registry
-        )
-        self.retries = Counter(
+        self.in_flight = gauge("llmservice_gateway_in_flight", "Requests being answered now", ["model"])
+        self.retries = counter(
             "llmservice_gateway_retries_total",
             "Requests passed to another pod: the first refused, was draining, had no slot when another had (moved),"
             " broke off while it ran the request (lost) or had it wait (lost_waiting), or does not trust this gateway's"
             " signature (untrusted)",
             ["model", "reason"],
-            registry=self.registry,
         )
-        self.added_latency = Histogram(
+        self.added_latency = histogram(
             "llmservice_gateway_added_latency_seconds",
             "From a request's body to passing it on: limits of its key and the choice of a pod, without time held",
             ["model"],
             buckets=ADDED_BUCKETS_S,
-            registry=self.registry,
         )
-        self.upstream_latency = Histogram(
+        self.upstream_latency = histogram(
             "llmservice_gateway_upstream_latency_seconds",
             "From passing a request on to the response's headers",
             ["model"],
             buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
         )
-        self.held = Gauge(
-            "llmservice_gateway_held_requests", "Requests held until a pod is ready", ["model"], registry=self.registry
-        )
-        self.held_seconds = Histogram(
+        self.held = gauge("llmservice_gateway_held_requests", "Requests held until a pod is ready", ["model"])
+        self.held_seconds = histogram(
             "llmservice_gateway_held_seconds",
             "How long requests were held, by outcome: forwarded, refused (no pod is to be expected, it took too long,"
             " or too many are held), left",
             ["model", "outcome"],
             buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
         )
-        self.wake_ups = Counter(
+        self.wake_ups = counter(
             "llmservice_gateway_wake_ups_total",
             "Times that a request was the first to be held for a service without a ready pod",
             ["model"],
-            registry=self.registry,
         )
-        self.affinity = Counter(
+        self.affinity = counter(
             "llmservice_gateway_affinity_total",
             "Requests whose prompt begins as an earlier one's: hit, sent to a pod that had that one; miss, to another",
             ["model", "result"],
-            registry=self.registry,
         )
-        self.key_requests = Counter(
+        self.key_requests = counter(
             "llmservice_gateway_key_requests_total",
             "Requests answered, by the API key's name, model and status code",
             ["key", "model", "code"],
-            registry=self.registry,
         )
-        self.key_tokens = Counter(
+        self.key_tokens = counter(
             "llmservice_gateway_key_tokens_total",
             "Tokens by the API key's name and model, as pods report them: prompt (cached ones too), cached, completion",
             ["key", "model", "kind"],
-            registry=self.registry,
         )
-        self.key_refusals = Counter(
+        self.key_refusals = counter(
             "llmservice_gateway_key_refusals_total",
             "Requests refused with 429, by the API key's name and the limit: requests, tokens, concurrent_requests,"
             " monthly_tokens",
             ["key", "limit"],
-            registry=self.registry,
         )
-        self.limits_shared = Gauge(
+        self.limits_shared = gauge(
             "llmservice_gateway_limits_shared",
             "Whether limits are counted in Redis (1), or it cannot be reached (0); NaN: the gateway has none",
-            registry=self.registry,
         )
         self.limits_shared.set(math.nan)
