@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+
+from starlette.datastructures import Headers
 
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError, unavailable
@@ -39,24 +40,36 @@ class HoldLimits:
     """Clients of streams receive a comment each time that this has passed, so that no proxy closes the connection."""
 
 
-class Holdable(Protocol):
-    """What is held."""
+@dataclass(slots=True)
+class PodRequest:
+    """What is sent to a pod, and held while there is none."""
 
-    model: str
+    path: str
+    """With the query."""
+    headers: Headers
+    """The client's."""
     body: bytes
-    is_stream: bool
+    request_id: str
     arrived_s: float
+    is_stream: bool
+    """Whether the client expects server-sent events."""
     timeout_s: float | None
     """What the client allows for its answer."""
-
-    @property
-    def find(self) -> Callable[[], Route]:
-        """The present route; raises a GatewayError where there is none any more."""
+    model: str
+    """As the client named it."""
+    find: Callable[[], Route]
+    """The present route of the model; raises a GatewayError where there is none any more."""
+    pod_headers: Callable[[Backend], Mapping[str, str]] = lambda _: {}
+    """Of the gateway itself, for one pod."""
+    withheld: frozenset[str] = frozenset()
+    """Further headers of the client that no pod gets to see."""
+    is_counted: bool = False
+    """Whether a pod has counted its arrival."""
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    request: Holdable
+    request: PodRequest
     demand: Demand
     key: tuple[str, str]
     """Of its queue."""
@@ -105,7 +118,7 @@ class Holding:
                 one["oldest_s"] = max(one["oldest_s"], round(now - held.since_s, 3))
         return dict(report)
 
-    async def wait(self, request: Holdable, demand: Demand, reply: Reply, failed: set[str]) -> set[str]:
+    async def wait(self, request: PodRequest, demand: Demand, reply: Reply, failed: set[str]) -> set[str]:
         """Return once a pod has room for the request, which must then be put on one without another `await`.
 
         `failed` are the pods (uids) that the request has been tried on; returns those that are still the same.
@@ -168,7 +181,7 @@ class Holding:
         released = sum(other.key == held.key for other in self._released)
         return bool(candidates) and self._has_room(candidates, released)
 
-    def _is_full(self, request: Holdable) -> bool:
+    def _is_full(self, request: PodRequest) -> bool:
         count = sum(map(len, self._queues.values()))
         return count >= self._limits.requests or self._body_bytes + len(request.body) > self._limits.body_bytes
 
@@ -207,7 +220,7 @@ class Holding:
             room += max(0, AHEAD * slots - self._balancer.in_flight(backend))
         return room > released
 
-    def _too_late(self, request: Holdable, after_s: float) -> GatewayError:
+    def _too_late(self, request: PodRequest, after_s: float) -> GatewayError:
         message = f"No replica of `{request.model}` became ready within {after_s:g} s: retry."
         return unavailable(message, "no_ready_replica", RETRY_AFTER_FULL_S)
 

@@ -22,8 +22,8 @@ from llmservice_gateway.access.keys import Key
 from llmservice_gateway.metrics import UNKNOWN_MODEL, GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError, unavailable
 from llmservice_gateway.reply import BrokenAnswerError, Receive, Reply, Send
-from llmservice_gateway.requests.holding import Holding, HoldLimits
-from llmservice_gateway.requests.proxy import TIMEOUT_HEADER, PodRequest, Proxy
+from llmservice_gateway.requests.holding import Holding, HoldLimits, PodRequest
+from llmservice_gateway.requests.proxy import TIMEOUT_HEADER, Proxy
 from llmservice_gateway.routing.demand import Estimator, Usage, affinity
 from llmservice_gateway.routing.routes import ModelNotFoundError, Route
 from llmservice_gateway.routing.table import Routing

@@ -10,20 +10,19 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
 from multidict import CIMultiDict
-from starlette.datastructures import Headers
 from yarl import URL
 
 from llmservice_gateway.access.signing import TOKEN_HEADER
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import RETRY_AFTER_S, GatewayError, unavailable
 from llmservice_gateway.reply import Reply
-from llmservice_gateway.requests.holding import Holding
+from llmservice_gateway.requests.holding import Holding, PodRequest
 from llmservice_gateway.routing.balancer import Balancer, Ticket
 from llmservice_gateway.routing.demand import Demand, Usage
 from llmservice_gateway.routing.routes import Backend, Route
@@ -81,33 +80,6 @@ class _Refusal:
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
-
-
-@dataclass(slots=True)
-class PodRequest:
-    """What is sent to a pod."""
-
-    path: str
-    """With the query."""
-    headers: Headers
-    """The client's."""
-    body: bytes
-    request_id: str
-    arrived_s: float
-    is_stream: bool
-    """Whether the client expects server-sent events."""
-    timeout_s: float | None
-    """What the client allows for its answer."""
-    model: str
-    """As the client named it."""
-    find: Callable[[], Route]
-    """The present route of the model; raises a GatewayError where there is none any more."""
-    pod_headers: Callable[[Backend], Mapping[str, str]] = lambda _: {}
-    """Of the gateway itself, for one pod."""
-    withheld: frozenset[str] = frozenset()
-    """Further headers of the client that no pod gets to see."""
-    is_counted: bool = False
-    """Whether a pod has counted its arrival."""
 
 
 class Proxy:
