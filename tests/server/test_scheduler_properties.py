@@ -205,7 +205,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         end = share.start + share.num_tokens
         for index in range(share.start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
             shared = blocks[index] in plan.registered.get(request, ())  # with later shares of this step
-            assert shared or self.pool.num_holders(blocks[index]) == 1  # another shared block is not written
+            assert shared or self.pool.num_holders[blocks[index]] == 1  # another shared block is not written
             filled = tuple(tokens[: min(end, (index + 1) * BLOCK_SIZE)])
             self.contents[blocks[index]] = () if in_vain else (group, filled)
         return set(blocks[share.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]) if in_vain else set()
@@ -240,7 +240,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             assert all(bool(table) == (request.status is Status.RUNNING) for table in request.block_tables)
             assert len({len(table) for table in request.block_tables}) == 1
         for block in held:
-            assert pool.num_holders(block) == sum(block in table for table in tables)
+            assert pool.num_holders[block] == sum(block in table for table in tables)
 
     @invariant()
     def swap_blocks_are_held_by_waiting_requests(self) -> None:

@@ -81,54 +81,45 @@ class BlockPool:
         self._oldest = num_blocks  # the two ends of the cached list; the null block is those of the free list
         self._next = [*range(1, num_blocks), NULL_BLOCK, self._oldest]
         self._previous = [num_blocks - 1, *range(num_blocks - 1), self._oldest]
-        self._num_holders = [0] * num_blocks
+        self.num_holders = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: list[dict[bytes, int]] = [{} for _ in range(len(groups))]
         self._group = [0] * num_blocks  # of those with a hash
-        self._num_free = num_blocks - 1
-        self._num_cached = 0
+        self.num_free = num_blocks - 1
+        self.num_cached = 0
 
     @property
     def num_usable(self) -> int:
         return self.num_blocks - 1
 
     @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    @property
-    def num_cached(self) -> int:
-        return self._num_cached
-
-    @property
     def num_held(self) -> int:
-        return self.num_usable - self._num_free - self._num_cached
+        return self.num_usable - self.num_free - self.num_cached
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: those that are free, and those that are only cached."""
-        return self._num_free + self._num_cached
-
-    def num_holders(self, block: int) -> int:
-        return self._num_holders[block]
+        return self.num_free + self.num_cached
 
     def num_unheld(self, blocks: Sequence[int]) -> int:
         """How many of the blocks, found by `lookup`, are only cached: to hold them takes from what is available."""
-        num_holders = self._num_holders
+        num_holders = self.num_holders
         return sum([num_holders[block] == 0 for block in blocks])
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks: free ones first, then the cached ones that were unused for longest."""
         if count > self.num_available:
             raise ValueError(f"{count} blocks asked for, {self.num_available} available: see num_available first")
-        if count > self._num_free:
-            self._evict(count - self._num_free)
+        if count > self.num_free:
+            self._evict(count - self.num_free)
         blocks = []
         for _ in range(count):
             block = self._next[NULL_BLOCK]
-            self._hold(block)
+            self._unlink(block)
+            self._next[block] = _HELD
+            self.num_holders[block] = 1
             blocks.append(block)
-        self._num_free -= count
+        self.num_free -= count
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -136,15 +127,15 @@ class BlockPool:
         for block in reversed(blocks):
             if not NULL_BLOCK < block < self.num_blocks or self._next[block] != _HELD:
                 raise ValueError(f"block {block} is not held, so it cannot be freed")
-            self._num_holders[block] -= 1
-            if self._num_holders[block]:
+            self.num_holders[block] -= 1
+            if self.num_holders[block]:
                 continue
             if self._hashes[block] is None:
                 self._link(block, behind=NULL_BLOCK)
-                self._num_free += 1
+                self.num_free += 1
             else:
                 self._link(block, behind=self._previous[self._oldest])
-                self._num_cached += 1
+                self.num_cached += 1
 
     def register(self, blocks: Sequence[int], hashes: bytes, group: int = 0) -> list[int]:
         """Make held blocks of a group findable by their hashes; null blocks are left out.
@@ -207,7 +198,7 @@ class BlockPool:
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Share blocks that `lookup` has found; thousands at once for a long prompt. Null blocks are left out."""
-        following, previous, num_holders = self._next, self._previous, self._num_holders
+        following, previous, num_holders = self._next, self._previous, self.num_holders
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -218,7 +209,7 @@ class BlockPool:
             following[before], previous[behind] = behind, before
             following[block] = _HELD
             num_holders[block] = 1
-            self._num_cached -= 1
+            self.num_cached -= 1
 
     def free_blocks(self) -> list[int]:
         """The free list in the order in which it would be handed out. O(n): for tests and integrity checks."""
@@ -246,13 +237,8 @@ class BlockPool:
             del self._by_hash[self._group[block]][block_hash]
             self._hashes[block] = None
             self._link(block, behind=NULL_BLOCK)
-            self._num_cached -= 1
-            self._num_free += 1
-
-    def _hold(self, block: int) -> None:
-        self._unlink(block)
-        self._next[block] = _HELD
-        self._num_holders[block] = 1
+            self.num_cached -= 1
+            self.num_free += 1
 
     def _unlink(self, block: int) -> None:
         previous, following = self._previous[block], self._next[block]

@@ -81,7 +81,7 @@ class Driver:
             len(scheduler.running),
             pool.free_blocks(),
             pool.cached_blocks(),
-            [[pool.num_holders(block) for block in range(1, pool.num_blocks)]],
+            [[pool.num_holders[block] for block in range(1, pool.num_blocks)]],
             pool._by_hash,
             dict(scheduler.num_preemptions),
             scheduler.prefix_hits,

@@ -170,7 +170,7 @@ def test_use_makes_a_chain_young_again() -> None:
     for _ in range(2):
         pool.hold(found_in(pool, name(1)))
     pool.free([1])
-    assert (pool.num_held, pool.num_holders(1)) == (1, 1)
+    assert (pool.num_held, pool.num_holders[1]) == (1, 1)
     pool.free([1])
     assert (pool.num_held, pool.num_cached) == (0, 1)
     with pytest.raises(ValueError, match="block 1 is not held"):
