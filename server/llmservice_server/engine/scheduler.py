@@ -27,9 +27,7 @@ _PRIORITY = attrgetter("priority")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Raises ValueError where a step could not give every sequence a token."""
-
-    max_num_seqs: int
+    max_num_seqs: int  # at most `max_num_batched_tokens`, as `EngineConfig` checks
     max_num_batched_tokens: int  # the budget of a step
     prefill_chunk_tokens: int  # of a step, at most for one prompt; a prompt that needs more is a long one
     long_prefill_tokens: int | None = None  # of a step, at most for all long prompts while others wait; None: 3/4
@@ -38,12 +36,6 @@ class SchedulerConfig:
     expected_tokens: int = 1536  # of a request, prompt and answer, until enough have ended
     batch: LaneConfig = field(default_factory=lambda: LaneConfig(share=0.1))
     ageing_s: float = 30.0  # after it a batch request that is due its lane's share is overtaken by none
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"{self.max_num_batched_tokens} tokens a step cannot give {self.max_num_seqs} sequences one each"
-            )
 
     @property
     def max_long_tokens(self) -> int:

@@ -203,11 +203,6 @@ def test_a_prompt_takes_its_blocks_chunk_by_chunk_and_no_request_is_admitted_to_
     assert list(shares(bench.step())) == ["r2"]
 
 
-def test_a_budget_below_one_token_per_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 tokens a step cannot give 4 sequences one each"):
-        Bench(max_num_batched_tokens=3)
-
-
 def test_a_request_waits_that_the_pool_is_not_predicted_to_hold() -> None:
     bench = Bench(num_blocks=11, predicts=True, settings={"expected_tokens": 100})
     bench.add(prompt=4, max_tokens=20)  # six blocks in the end
