@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -22,25 +21,6 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Entries of `logits`, each with its row's value of a parameter."""
-
-    index: torch.Tensor  # int64 [num_places], into the logits laid end to end
-    values: torch.Tensor  # float32 [num_places]
-
-    @classmethod
-    def of(
-        cls, parts: Sequence[tuple[int, npt.NDArray[np.int64], float | Sequence[float]]], logits: torch.Tensor
-    ) -> Places:
-        """Each part: a row, its tokens, and one value for all of them or one for each."""
-        index = np.concatenate([row * logits.shape[-1] + token_ids for row, token_ids, _ in parts])
-        values = np.concatenate(
-            [np.broadcast_to(np.asarray(value, dtype=np.float32), token_ids.shape) for _, token_ids, value in parts]
-        )
-        return cls(to_device(index, logits.device), to_device(values, logits.device))
-
-
 def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest], penalties: Penalties) -> None:
     """Change float32 logits `[num_requests, vocab_size]` in place, row by row, as its request specifies."""
     numbered = [(row, request) for row, request in enumerate(requests) if not request.is_plain]
@@ -48,7 +28,7 @@ def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest], penalties: 
         penalties.apply(logits, penalized)
     if biased := [(row, request) for row, request in numbered if request.sampling.logit_bias]:
         _add_bias(logits, biased)
-    if limited := [(row, request) for row, request in numbered if request.allowed_token_ids is not None]:
+    if limited := [(row, ids) for row, request in numbered if (ids := request.allowed_token_ids) is not None]:
         _allow_only(logits, limited)
     if bad := [(row, token_ids) for row, request in numbered if len(token_ids := _bad_next_tokens(request))]:
         _ban(logits, bad)
@@ -57,19 +37,15 @@ def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest], penalties: 
 
 
 def _add_bias(logits: torch.Tensor, biased: Sequence[tuple[int, SampledRequest]]) -> None:
-    parts = [
-        (row, np.fromiter(bias, dtype=np.int64), list(bias.values()))
-        for row, request in biased
-        if (bias := request.sampling.logit_bias)
-    ]
-    places = Places.of(parts, logits)
-    logits.view(-1).scatter_add_(0, places.index, places.values)  # `index_put_` that accumulates waits for the device
+    index = _index([(row, np.fromiter(request.sampling.logit_bias, np.int64)) for row, request in biased], logits)
+    values = np.array([bias for _, request in biased for bias in request.sampling.logit_bias.values()], np.float32)
+    # `index_put_` that accumulates waits for the device.
+    logits.view(-1).scatter_add_(0, index, to_device(values, logits.device))
 
 
-def _allow_only(logits: torch.Tensor, limited: Sequence[tuple[int, SampledRequest]]) -> None:
-    """Set all but the allowed tokens to minus infinity."""
-    parts = [(row, ids, 0.0) for row, request in limited if (ids := request.allowed_token_ids) is not None]
-    index = Places.of(parts, logits).index
+def _allow_only(logits: torch.Tensor, limited: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> None:
+    """Set all but the allowed tokens of each row to minus infinity."""
+    index = _index(limited, logits)
     flat = logits.view(-1)
     kept = flat[index]
     rows = to_device(np.array([row for row, _ in limited], np.int64), logits.device)
@@ -96,8 +72,12 @@ def _stop_tokens(request: SampledRequest, vocab_size: int) -> npt.NDArray[np.int
 
 def _ban(logits: torch.Tensor, banned: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> None:
     """Set the tokens of each row to minus infinity."""
-    places = Places.of([(row, token_ids, -math.inf) for row, token_ids in banned], logits)
-    logits.view(-1)[places.index] = places.values
+    logits.view(-1).index_fill_(0, _index(banned, logits), -math.inf)
+
+
+def _index(tokens: Sequence[tuple[int, npt.NDArray[np.int64]]], logits: torch.Tensor) -> torch.Tensor:
+    """Of some rows' tokens in the `logits` laid end to end: int64 `[num_tokens]`."""
+    return to_device(np.concatenate([row * logits.shape[-1] + ids for row, ids in tokens]), logits.device)
 
 
 _ROWS_AT_ONCE = 64  # a bit becomes an int32 on the way: half a megabyte a row of the largest vocabularies
