@@ -136,11 +136,16 @@ def number(text: str) -> float:
     return positive(text, text, "a number above 0")
 
 
-def whole_number(text: str) -> int:
-    """A flag's whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def whole_number(text: str, least: int = 1) -> int:
+    """A flag's whole number of at least `least`."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
+
+
+def count(text: str) -> int:
+    """A flag's whole number, which may be 0."""
+    return whole_number(text, least=0)
 
 
 def port(text: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmservice_planner.command import Command, CommandError, check_output, duration, number, write_output
+from llmservice_planner.command import Command, CommandError, check_output, count, duration, number, write_output
 from llmservice_planner.traffic.traces import FORMATS
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _add_events(group: argparse._ArgumentGroup) -> None:
         help="of a replica until it is ready; of several, each has one at random (default: 60s)",
     )
     group.add_argument(
-        "--initial", type=_count, metavar="N", help="replicas that are ready at the start (default: minReplicas)"
+        "--initial", type=count, metavar="N", help="replicas that are ready at the start (default: minReplicas)"
     )
     group.add_argument("--time-scale", type=number, default=1.0, metavar="X", help="multiply the trace's times")
     group.add_argument(
@@ -80,19 +80,13 @@ def _add_events(group: argparse._ArgumentGroup) -> None:
         "--fail-at", type=_durations, metavar="TIME[,TIME…]", help="a ready replica fails at these times"
     )
     group.add_argument(
-        "--client-retries", type=_count, default=0, metavar="N", help="of a refused request, after its Retry-After"
+        "--client-retries", type=count, default=0, metavar="N", help="of a refused request, after its Retry-After"
     )
     group.add_argument("--seed", type=int, default=0, help="same seed, same result")
 
 
 def _durations(text: str) -> tuple[float, ...]:
     return tuple(duration(one.strip()) for one in text.split(","))
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

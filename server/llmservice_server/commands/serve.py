@@ -14,7 +14,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from llmservice_planner.addresses import ANY_ADDRESS
-from llmservice_planner.command import Command, CommandError, json_object, port
+from llmservice_planner.command import Command, CommandError, count, json_object, port, whole_number
 from llmservice_planner.key_file import KeyFileError
 from llmservice_planner.model.config import read_modules
 from llmservice_planner.model.encoders import without_config
@@ -135,26 +135,26 @@ def _add_queue_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-queued-requests",
-        type=_count,
+        type=count,
         default=512,
         metavar="N",
         help="bound of the interactive lane's queue, in sequences; from 80%% of it on more are refused with 429",
     )
     add(
         "--max-queued-tokens",
-        type=_positive,
+        type=whole_number,
         default=2**20,
         metavar="TOKENS",
         help="bound of the same queue in tokens of prompts",
     )
-    add("--max-queued-batch-requests", type=_count, metavar="N", help="likewise for the batch lane (default: the same)")
+    add("--max-queued-batch-requests", type=count, metavar="N", help="likewise for the batch lane (default: the same)")
     add(
         "--max-queued-batch-tokens",
-        type=_positive,
+        type=whole_number,
         metavar="TOKENS",
         help="likewise for the batch lane (default: the same)",
     )
-    add("--max-queued-embeddings", type=_count, default=4096, help="inputs of /v1/embeddings that may wait, likewise")
+    add("--max-queued-embeddings", type=count, default=4096, help="inputs of /v1/embeddings that may wait, likewise")
 
 
 def _add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -259,7 +259,7 @@ def _settings() -> Iterator[tuple[str, Any, Flag]]:
 
 
 def _parser(unit: str, kind: Any) -> Any:
-    return {"bytes": _memory, "s": _duration}.get(unit) or (_positive if kind is int else kind)
+    return {"bytes": _memory, "s": _duration}.get(unit) or (whole_number if kind is int else kind)
 
 
 def _memory(text: str) -> int:
@@ -268,20 +268,6 @@ def _memory(text: str) -> int:
     if match is None or (num_bytes := int(float(match[1]) * _UNITS[match[2] or ""])) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory, expected bytes or something like 512MiB")
     return num_bytes
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _count(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
-    return int(text)
 
 
 def _duration(text: str) -> float:
