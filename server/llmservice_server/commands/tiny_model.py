@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from llmservice_planner.command import Command, CommandError
@@ -30,16 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
     try:
-        spec = TinyModelSpec(
-            layers=args.layers,
-            hidden_size=args.hidden_size,
-            heads=args.heads,
-            kv_heads=args.kv_heads,
-            vocab_size=args.vocab_size,
-            max_position_embeddings=args.max_position_embeddings,
-            seed=args.seed,
-            dtype=args.dtype,
-        )
+        spec = TinyModelSpec(**{each.name: getattr(args, each.name) for each in fields(TinyModelSpec)})
         write_tiny_model(args.directory, spec)
     except ValueError as error:
         raise CommandError(str(error)) from error
