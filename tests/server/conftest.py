@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +24,12 @@ LLMSERVICE = Path(sys.executable).with_name("llmservice")
 DEADLINE_S = 60.0
 
 T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
 
 
 class ServerProcess:
@@ -90,16 +97,27 @@ class ServerProcess:
 
     def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, Any]:
         """Status and decoded JSON."""
-        status, answer = self.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
-        return status, json.loads(answer)
+        answer = self.send("POST", path, body)
+        return answer.status, json.loads(answer.body)
 
     def request(self, method: str, path: str, body: bytes | None = None, url: str | None = None) -> tuple[int, bytes]:
         """At the API's port, or at `url`."""
+        answer = self.send(method, path, body, url=url)
+        return answer.status, answer.body
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | dict[str, Any] | None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        url: str | None = None,
+    ) -> Answer:
         connection = http.client.HTTPConnection((url or self.url).removeprefix("http://"), timeout=DEADLINE_S)
         try:
-            connection.request(method, path, body)
+            connection.request(method, path, json.dumps(body) if isinstance(body, dict) else body, headers)
             response = connection.getresponse()
-            return response.status, response.read()
+            return Answer(response.status, response.headers, response.read())
         finally:
             connection.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +15,9 @@ FULL = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--max-queued-batch
 
 def post(server: Any, **fields: Any) -> int:
     headers = fields.pop("headers", {})
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    try:
-        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "ignore_eos": True} | fields
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        response.read()
-        return response.status
-    finally:
-        connection.close()
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "ignore_eos": True} | fields
+    status: int = server.send("POST", "/v1/completions", body, headers).status
+    return status
 
 
 def arrived(server: Any, lane: str) -> tuple[float, float, float]:

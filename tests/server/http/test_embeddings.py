@@ -15,12 +15,6 @@ from llmservice_server.http.protocol.embeddings import MAX_INPUTS
 FEW_MEANS = ("--max-queued-embeddings", "3", "--pooling", "mean")
 
 
-@pytest.fixture
-def client(server: Any) -> Any:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_text_list_ids_and_lists_of_ids_give_the_same_vectors(server: Any, client: openai.OpenAI) -> None:
     ids = server.post("/tokenize", {"prompt": "Hello you"})[1]["tokens"]
     vectors = [

@@ -6,8 +6,6 @@ import itertools
 import json
 import shutil
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +18,6 @@ from llmservice_server.backend.compile_cache import cpu_folder
 
 SLOW = {"model": "tiny", "prompt": ["a"] * 4, "n": 16, "max_tokens": 500, "ignore_eos": True}  # seconds
 MESSAGES = [{"role": "user", "content": "How are you?"}]
-
-
-@pytest.fixture
-def client(server: Any) -> Any:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def _error(answer: Any) -> dict[str, Any]:
@@ -146,7 +138,7 @@ def test_a_streams_every_event_can_tell_the_tokens_so_far(server: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "logprobs": 0, "stream": True}
     asked = body | {"ignore_eos": True, "stream_options": options}
-    _, answer = server.request("POST", "/v1/completions", json.dumps(asked).encode())
+    answer = server.send("POST", "/v1/completions", asked).body
     events = [json.loads(line) for line in answer.decode().split("data: ")[1:-1]]
     reported = [len(choice["logprobs"]["tokens"]) for event in events for choice in event["choices"]]
     counts = [event["usage"]["completion_tokens"] for event in events]
@@ -289,10 +281,8 @@ def test_a_request_past_its_deadline_ends_with_504(shared_server: Callable[..., 
 
 def _usage_report(server: Any, path: str, body: dict[str, Any], *, asks: bool) -> tuple[str | None, bytes]:
     """The header and the answer."""
-    headers = {"x-llmservice-usage": "1"} if asks else {}
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)  # noqa: S310
-    with urllib.request.urlopen(request) as answer:  # noqa: S310
-        return answer.headers.get("x-llmservice-usage"), answer.read()
+    answer = server.send("POST", path, body, {"x-llmservice-usage": "1"} if asks else {})
+    return answer.headers["x-llmservice-usage"], answer.body
 
 
 def test_the_tokens_of_a_request_are_reported_where_it_asks_for_it(server: Any) -> None:
@@ -310,9 +300,9 @@ def test_the_tokens_of_a_request_are_reported_where_it_asks_for_it(server: Any) 
 def test_a_deadline_in_the_middle_of_a_stream_ends_it_with_an_error_event(shared_server: Callable[..., Any]) -> None:
     server = shared_server("--request-timeout", "500ms")
     body = SLOW | {"stream": True}
-    status, events = server.request("POST", "/v1/completions", json.dumps(body).encode())
-    assert status == 200  # it had begun
-    *begun, last = events.decode().removesuffix("\n\n").split("\n\n")
+    answer = server.send("POST", "/v1/completions", body)
+    assert answer.status == 200  # it had begun
+    *begun, last = answer.body.decode().removesuffix("\n\n").split("\n\n")
     assert begun
     assert "deadline" in _error(json.loads(last.removeprefix("data: ")))["message"]
 
@@ -406,14 +396,11 @@ def test_unknown_parameters_are_ignored_named_and_counted(server: Any) -> None:
     before = server.metric("llmservice_request_ignored_parameters_total")
     names = ["temprature", "x" * 100, "naïve, new\nline", *(f"f{index}" for index in range(20))]
     body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "user": "u", "store": False} | dict.fromkeys(names, 1)
-    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode())  # noqa: S310  # loopback
-    with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310
-        ignored = response.headers["x-ignored-parameters"].split(", ")
+    ignored = server.send("POST", "/v1/completions", body).headers["x-ignored-parameters"].split(", ")
     assert ignored == ["temprature", "x" * 64, "na?ve??new?line", *(f"f{index}" for index in range(5))]
     assert server.metric("llmservice_request_ignored_parameters_total") == before + len(names)
-    stream = json.dumps({"model": "tiny", "prompt": "a", "stream": True, "stream_options": {"new": 1}}).encode()
-    with urllib.request.urlopen(f"{server.url}/v1/completions", stream, timeout=60) as response:  # noqa: S310
-        assert response.headers["x-ignored-parameters"] == "stream_options.new"
+    stream = {"model": "tiny", "prompt": "a", "stream": True, "stream_options": {"new": 1}}
+    assert server.send("POST", "/v1/completions", stream).headers["x-ignored-parameters"] == "stream_options.new"
 
 
 def test_strict_parameters_refuse_what_is_unknown_and_browsers_of_one_origin_may_call(
@@ -427,14 +414,8 @@ def test_strict_parameters_refuse_what_is_unknown_and_browsers_of_one_origin_may
     assert server.post("/v1/completions", body | {"user": "u"})[0] == 200
     for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://other.example", None)):
         headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        request = urllib.request.Request(f"{server.url}/v1/completions", None, headers, method="OPTIONS")  # noqa: S310
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310
-                assert response.headers["access-control-allow-origin"] == allowed
-        except urllib.error.HTTPError as refused:
-            assert allowed is None
-            assert refused.headers["access-control-allow-origin"] is None  # noqa: PT017
-            refused.close()
+        answer = server.send("OPTIONS", "/v1/completions", None, headers)
+        assert answer.headers["access-control-allow-origin"] == allowed
 
 
 def test_a_template_and_a_tokenizer_of_their_own(

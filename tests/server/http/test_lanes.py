@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,15 +13,10 @@ LONG = {"model": "tiny", "prompt": [5] * 4, "max_tokens": 480, "ignore_eos": Tru
 ONE_AT_A_TIME = ("--max-num-seqs", "1", "--max-queued-batch-requests", "3")
 
 
-def post(server: Any, body: dict[str, Any], **headers: str) -> tuple[int, Any, dict[str, str]]:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    try:
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request("POST", "/v1/completions", json.dumps(body), names)
-        response = connection.getresponse()
-        return response.status, json.loads(response.read()), dict(response.getheaders())
-    finally:
-        connection.close()
+def post(server: Any, body: dict[str, Any], **headers: str) -> tuple[int, Any, Any]:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = server.send("POST", "/v1/completions", body, names)
+    return answer.status, json.loads(answer.body), answer.headers
 
 
 @pytest.fixture

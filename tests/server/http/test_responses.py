@@ -34,12 +34,6 @@ class Answer(BaseModel):
     number: int = Field(ge=0, le=99)
 
 
-@pytest.fixture
-def client(server: Any) -> Any:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_an_answer_is_that_of_the_same_chat(client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "tiny", "temperature": 1.0, "extra_body": {"seed": 5}}
     turns: list[Any] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]

@@ -22,12 +22,6 @@ CHAT: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def client(server: Any) -> Any:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def _reference(model: Path, ids: list[int]) -> torch.Tensor:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 

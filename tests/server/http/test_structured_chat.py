@@ -40,12 +40,6 @@ class Answer(BaseModel):
     number: int = Field(ge=0, le=99)
 
 
-@pytest.fixture
-def client(server: Any) -> Any:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def _check_calls(calls: list[tuple[str, str]]) -> None:
     for name, arguments in calls:
         schema = WEATHER if name == "get_weather" else {"type": "object", "maxProperties": 0}

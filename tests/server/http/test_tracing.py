@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -65,19 +64,13 @@ def _attributes(span: Any) -> dict[str, Any]:
     return values
 
 
-def _post(url: str, body: dict[str, Any], **headers: str) -> Any:
-    data = json.dumps(body).encode()
-    return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30)  # noqa: S310  # loopback
-
-
 def test_a_request_is_a_span_of_the_callers_trace(start_server: Any, collector: Collector) -> None:
     server = start_server("--otlp-endpoint", collector.url).wait_until_ready()
     body = {"model": "tiny", "prompt": "a secret", "max_tokens": 3, "temperature": 0.5, "ignore_eos": True, "n": 2}
-    with _post(f"{server.url}/v1/completions?key=a+secret", body, traceparent=f"00-{TRACE}-{PARENT}-01") as response:
-        usage = json.loads(response.read())["usage"]
-        assert response.headers["traceparent"].startswith(f"00-{TRACE}-")
-    with _post(f"{server.url}/v1/embeddings", {"model": "tiny", "input": "a secret"}) as response:
-        assert response.headers["traceparent"]
+    answer = server.send("POST", "/v1/completions?key=a+secret", body, {"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    usage = json.loads(answer.body)["usage"]
+    assert answer.headers["traceparent"].startswith(f"00-{TRACE}-")
+    assert server.send("POST", "/v1/embeddings", {"model": "tiny", "input": "a secret"}).headers["traceparent"]
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "a", "n": 0})[0] == 400
     assert any(line.get("trace_id") == TRACE for line in server.log)
     server.process.terminate()  # what is left is sent before the end
@@ -120,8 +113,7 @@ def test_the_environment_names_the_collector_whose_end_harms_no_request_and_no_s
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds
     server = start_server().wait_until_ready()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
-    with _post(f"{server.url}/v1/chat/completions", body) as response:
-        response.read()
+    server.send("POST", "/v1/chat/completions", body)
     server.wait_for(lambda: collector.spans or None)
     collector.close()
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "a"})[0] == 200
