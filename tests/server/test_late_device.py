@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.engine_driver import serve
 from harness.gpu.late_device import CUDA, POISON, Event, LateDevice, OrderError, Stream, late_device
 from llmservice_server.backend.base import Decoder
 from llmservice_server.backend.cache_shape import KVCacheShape
@@ -87,21 +88,18 @@ def on_late_device(on_cpu: Started, folder: Path, *, graphs: bool) -> Started:
     return replace(on_cpu, runner=runner, swap=swap, overlaps=True)
 
 
-def tokens_of(started: Started, folder: Path) -> tuple[dict[str, list[Any]], Engine]:
+def tokens_of(started: Started, folder: Path) -> tuple[dict[str, list[int]], Engine]:
     kv_cache = replace(started.kv_cache, num_blocks=NUM_BLOCKS + 1)
     config = EngineConfig(model=folder, max_num_batched_tokens=64, expected_tokens=1)
     engine = Engine(config, replace(started, kv_cache=kv_cache), clock=lambda: 100.0)
-    said: dict[str, list[Any]] = {}
+    requests = []
     for number, (length, asked) in enumerate(REQUESTS):
-        said[str(number)] = []
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **asked)
         prompt = [(number * 31 + place * 7) % 500 for place in range(length)]
-        engine.add(GenerateRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=100.0))
-    while engine.has_work:
-        for output in engine.step().outputs:
-            assert output.error is None
-            said[output.request_id] += output.token_ids
-    return said, engine
+        requests.append(
+            GenerateRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=100.0)
+        )
+    return serve(engine, requests), engine
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Every model family against transformers, on small random checkpoints that transformers itself has saved."""
 
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
 from harness.checkpoints.families import EXPERTS, FAMILIES, OTHERS, PADDING, SMALL, Family, save
+from harness.engine_driver import serve
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.model import families as planner_families
 from llmservice_planner.model.shape import ModelShape
@@ -25,7 +25,6 @@ from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.engine import Engine
 from llmservice_server.runtime.loader import Checkpoint, ModelLoadError
 from llmservice_server.runtime.startup import load_engine, start
 from llmservice_server.types.messages import GenerateRequest, ModelCode, SamplingParams
@@ -110,7 +109,7 @@ def test_greedy_tokens_are_the_same_for_64_steps(case: Case) -> None:
     # Chunks, several requests in a batch and windows shorter than the prompts, all at once.
     engine = load_engine(case.config(max_num_batched_tokens=64, prefill_chunk_tokens=19))
     prompts = {f"{length} tokens": _prompt(length) for length in (1, 50, 90)}
-    answers = _serve(engine, [_request(name, prompt, STEPS) for name, prompt in prompts.items()])
+    answers = serve(engine, [_request(name, prompt, STEPS) for name, prompt in prompts.items()])
     assert all(len(answers[name]) == STEPS for name in prompts)
     _assert_greedy(case.reference, [(prompt, answers[name]) for name, prompt in prompts.items()])
     assert engine.ready.model_code == case.code
@@ -137,7 +136,7 @@ def test_64_requests_in_a_crowd_get_the_tokens_of_the_model_alone(case: Case) ->
     crowded.scheduler.admission = AdmitsAll(crowded.pool.groups, 1)  # so that too many are admitted
     assert crowded.swap is not None
     crowded.swap.cost = PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)
-    answers = _serve(crowded, requests)
+    answers = serve(crowded, requests)
     for request in requests:
         assert len(answers[request.request_id]) == request.sampling.max_tokens
     _assert_greedy(case.reference, [(each.prompt_token_ids, answers[each.request_id]) for each in requests])
@@ -158,17 +157,6 @@ def _pool_bytes(case: Case, num_tokens: int, step_tokens: int) -> int:
 def _request(name: str, prompt: list[int], max_tokens: int) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0)
-
-
-def _serve(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[int]]:
-    answers: dict[str, list[int]] = defaultdict(list)
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step().outputs:
-            assert output.error is None
-            answers[output.request_id] += output.token_ids
-    return answers
 
 
 def _logits(case: Case, tokens: list[int], chunks: list[int], dtype: str) -> torch.Tensor:

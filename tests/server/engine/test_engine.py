@@ -1,103 +1,30 @@
 """The engine on a tiny model: what goes in comes out, whatever happens in between."""
 
+from __future__ import annotations
+
 import random
-from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness.engine_driver import VOCAB, EngineDriver, prompt_of
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.sizing.overhead import PROCESS_BYTES
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.engine import Engine
 from llmservice_server.runtime.startup import load_engine
-from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from llmservice_server.types.errors import ConfigError, OutOfMemoryError
-from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams, TokenLogprobs
 
-VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    spec = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
-    write_tiny_model(folder, spec)
-    return folder
-
-
-@dataclass
-class Driver:
-    """An engine with a clock that stands still, and everything it has said, by request."""
-
-    engine: Engine
-    now: float = 100.0
-    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    last: dict[str, Output] = field(default_factory=dict)
-
+class Driver(EngineDriver):
     @classmethod
-    def of(cls, folder: Path, **settings: Any) -> "Driver":
+    def of(cls, folder: Path, **settings: Any) -> Driver:
         driver: Driver
-        engine = load_engine(EngineConfig(model=folder, threads=1, **settings), clock=lambda: driver.now)
-        driver = cls(engine)
+        driver = cls(load_engine(EngineConfig(model=folder, threads=1, **settings), clock=lambda: driver.now))
         return driver
-
-    def add(
-        self,
-        request_id: str,
-        prompt: list[int],
-        *,
-        deadline_s: float | None = None,
-        queue_deadline_s: float | None = None,
-        lane: str = "interactive",
-        **sampling: Any,
-    ) -> None:
-        settings = {"max_tokens": 16, "temperature": 0.0} | sampling
-        message = GenerateRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(**settings),
-            arrival_s=self.now,
-            deadline_s=deadline_s,
-            queue_deadline_s=queue_deadline_s,
-            lane=lane,
-        )
-        self.engine.add(message)
-
-    def step(self) -> list[Output]:
-        outputs = self.engine.step().outputs
-        for output in outputs:
-            assert output.request_id not in self.last, "a finished request spoke again"
-            self.tokens[output.request_id] += output.token_ids
-            if output.finish_reason is not None:
-                self.last[output.request_id] = output
-        return outputs
-
-    def run(self) -> None:
-        while self.engine.has_work:
-            self.step()
-
-    def answer(self, request_id: str, prompt: list[int], **sampling: Any) -> list[int]:
-        self.add(request_id, prompt, **sampling)
-        self.run()
-        return self.tokens[request_id]
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(length * 1000 + seed).choices(range(VOCAB), k=length)  # noqa: S311 - traffic, not secrets
-
-
-def assert_idle(engine: Engine) -> None:
-    stats = engine.stats()
-    assert (sum(stats.num_running.values()), sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
-    assert stats.blocks_free + stats.blocks_cached == engine.ready.num_blocks
-    blocks = engine.pool.free_blocks() + engine.pool.cached_blocks()
-    assert sorted(blocks) == list(range(1, engine.ready.num_blocks + 1))
-    assert not engine.has_work
 
 
 @pytest.mark.slow
@@ -124,7 +51,6 @@ def test_after_2000_requests_with_a_tenth_cancelled_every_block_is_free_and_the_
     assert len(reasons) == 2000
     assert reasons.count("abort") == len(cancelled) > 100
     assert reasons.count("length") == 2000 - len(cancelled)
-    assert_idle(driver.engine)
     assert driver.answer("after", prompt_of(20)) == expected
 
 
@@ -146,7 +72,6 @@ def test_preempted_and_chunked_requests_yield_the_same_tokens_as_undisturbed_one
     crowded.run()
     assert crowded.engine.stats().preemptions["recompute"] > 0
     assert crowded.tokens == undisturbed
-    assert_idle(crowded.engine)
 
 
 def test_a_seeded_request_gets_the_same_tokens_alone_in_a_crowd_and_after_preemption(folder: Path) -> None:
@@ -184,7 +109,6 @@ def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(folder: Path) -> Non
     place = next(place for place in range(1, 12) if whole[place] not in whole[:place])
     assert driver.answer("stopped", prompt_of(9), max_tokens=12, stop_token_ids=(whole[place],)) == whole[:place]
     assert driver.last["stopped"].finish_reason == "stop"
-    assert_idle(driver.engine)
 
 
 def test_ignore_eos_passes_over_the_models_own_stop_tokens_only(folder: Path, tmp_path: Path) -> None:
@@ -227,17 +151,14 @@ def test_the_probabilities_of_prompt_and_answer_are_those_of_transformers(folder
     )
     for name, prompt in prompts.items():
         driver.add(name, prompt, temperature=1.0, max_tokens=40, logprobs=3, prompt_logprobs=2)
-    reported: dict[str, list[TokenLogprobs]] = defaultdict(list)
-    while driver.engine.has_work:
-        for output in driver.step():
-            reported[output.request_id] += output.prompt_logprobs + output.logprobs
+    driver.run()
     assert driver.engine.stats().preemptions["recompute"] > 0
     for name, prompt in prompts.items():
         tokens = prompt + driver.tokens[name]
         with torch.inference_mode():
             expected = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        assert [entry.token_id for entry in reported[name]] == tokens[1:]
-        for place, entry in enumerate(reported[name]):
+        assert [entry.token_id for entry in driver.reported[name]] == tokens[1:]
+        for place, entry in enumerate(driver.reported[name]):
             assert entry.logprob == pytest.approx(float(expected[place, tokens[place + 1]]), abs=2e-4)
             top = expected[place].topk(2 if place < len(prompt) - 1 else 3).values.tolist()
             assert [value for _, value in entry.top] == pytest.approx(top, abs=2e-4)
@@ -282,7 +203,6 @@ def test_an_aborted_request_frees_its_blocks_at_once_and_is_reported_with_the_ne
         "waiting": "abort",
         "matched": "stop",
     }
-    assert_idle(driver.engine)
 
 
 def test_a_request_past_its_deadline_ends_with_504_whether_it_ran_or_waited(folder: Path) -> None:
@@ -298,7 +218,6 @@ def test_a_request_past_its_deadline_ends_with_504_whether_it_ran_or_waited(fold
     assert [driver.last[name].error_status for name in ("running", "waiting")] == [504, 504]
     driver.run()
     assert driver.last["patient"].finish_reason == "length"
-    assert_idle(driver.engine)
 
 
 def test_what_can_never_be_served_is_refused_with_the_next_step_and_affects_no_other(folder: Path) -> None:
@@ -331,7 +250,6 @@ def test_logits_that_are_not_finite_fail_only_the_request_that_has_them(folder: 
     assert driver.last["poisoned"].finish_reason == "error"
     assert "not finite" in str(driver.last["poisoned"].error)
     assert driver.tokens["healthy"] == Driver.of(folder).answer("healthy", healthy)
-    assert_idle(driver.engine)
 
 
 def test_a_forward_that_fails_fails_only_the_request_that_causes_it(folder: Path) -> None:
@@ -347,7 +265,6 @@ def test_a_forward_that_fails_fails_only_the_request_that_causes_it(folder: Path
     assert driver.last["c"].finish_reason == "error"
     assert "the engine failed to compute this request (IndexError)" in str(driver.last["c"].error)
     assert {name: driver.tokens[name] for name in "abd"} == {name: expected[name] for name in "abd"}
-    assert_idle(driver.engine)
 
 
 def test_cached_prefixes_are_reported_with_the_first_token_and_counted_in_tokens(folder: Path) -> None:
@@ -360,7 +277,6 @@ def test_cached_prefixes_are_reported_with_the_first_token_and_counted_in_tokens
     assert (stats.prefix_queries, stats.prefix_hits) == (80, 32)
     driver.run()
     assert driver.tokens["second"] == driver.tokens["first"]
-    assert_idle(driver.engine)
 
 
 def test_without_prefix_caching_nothing_is_looked_up(folder: Path) -> None:
@@ -380,7 +296,6 @@ def test_a_request_that_waits_longer_than_it_may_ends_with_504_but_not_once_it_r
     assert driver.last["running"].finish_reason == "length"
     assert driver.last["waiting"].error == "the request waited 6.5 s, longer than it may: try again later"
     assert driver.last["waiting"].error_status == 504
-    assert_idle(driver.engine)
 
 
 def test_an_unknown_lane_is_refused(folder: Path) -> None:

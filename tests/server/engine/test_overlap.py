@@ -1,8 +1,8 @@
 """A step is planned and launched while the one before is computed: what users see of it is what they saw before."""
 
-import random
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.engine_driver import VOCAB, EngineDriver, assert_idle, prompt_of
 from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
@@ -20,20 +21,10 @@ from llmservice_server.engine.interfaces import Started
 from llmservice_server.engine.request import TokenHistory
 from llmservice_server.engine.scheduler import ContinuousScheduler
 from llmservice_server.runtime.startup import start
-from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
-from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams, StepTime, TokenLogprobs
+from llmservice_server.types.messages import StepTime
 
-VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
 NUM_BLOCKS = 40
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    spec = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
-    write_tiny_model(folder, spec)
-    return folder
 
 
 @cache
@@ -43,18 +34,9 @@ def started(folder: Path) -> Started:
     return start(EngineConfig(model=folder, threads=1, kv_cache_memory_bytes=size, swap_space_gib=swap_gib))
 
 
-@dataclass
-class Driver:
-    """An engine with a clock that stands still, and everything it has said, by request."""
-
-    engine: Engine
-    now: float = 100.0
-    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    reported: dict[str, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
-    last: dict[str, Output] = field(default_factory=dict)
-
+class Driver(EngineDriver):
     @classmethod
-    def of(cls, folder: Path, *, num_blocks: int = NUM_BLOCKS, swapping: bool = False, **options: Any) -> "Driver":
+    def of(cls, folder: Path, *, num_blocks: int = NUM_BLOCKS, swapping: bool = False, **options: Any) -> Driver:
         driver: Driver
         loaded = started(folder)
         swap = SwapSpace(64, PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)) if swapping else None
@@ -68,43 +50,6 @@ class Driver:
         )
         driver = cls(engine)
         return driver
-
-    def add(self, request_id: str, prompt: list[int], **options: Any) -> None:
-        others = {name: options.pop(name) for name in ("lane", "deadline_s", "cache_salt") if name in options}
-        sampling = SamplingParams(**{"max_tokens": 12, "temperature": 0.0} | options)
-        self.engine.add(
-            GenerateRequest(
-                request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=self.now, **others
-            )
-        )
-
-    def step(self) -> list[Output]:
-        outputs = self.engine.step().outputs
-        for output in outputs:
-            assert output.request_id not in self.last, "a finished request spoke again"
-            self.tokens[output.request_id] += output.token_ids
-            self.reported[output.request_id] += output.prompt_logprobs + output.logprobs
-            if output.finish_reason is not None:
-                self.last[output.request_id] = output
-        return outputs
-
-    def run(self) -> None:
-        while self.engine.has_work:
-            self.step()
-        assert_idle(self.engine)
-
-
-def assert_idle(engine: Engine) -> None:
-    stats = engine.stats()
-    assert (sum(stats.num_running.values()), sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
-    blocks = engine.pool.free_blocks() + engine.pool.cached_blocks()
-    assert sorted(blocks) == list(range(1, engine.pool.num_usable + 1))
-    assert engine.wait_s() > 0
-    assert engine.swap is None or engine.swap.num_free == engine.swap.num_blocks
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(length * 1000 + seed).choices(range(VOCAB), k=length)  # noqa: S311 - traffic, not secrets
 
 
 SAMPLING: list[dict[str, Any]] = [
@@ -270,7 +215,7 @@ def test_an_abort_and_a_deadline_end_requests_whose_token_is_being_sampled(folde
     alone.add("aborted", prompt_of(5))
     alone.run()
     assert driver.tokens["aborted"] == alone.tokens["aborted"]
-    assert len(driver.tokens["patient"]) == 12
+    assert len(driver.tokens["patient"]) == 16
 
 
 @pytest.mark.parametrize("phase", ["launch", "sampling"])

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from harness.checkpoints.families import FAMILIES, OTHERS, Family, save
 from harness.checkpoints.quantized import merged, write_expert_adapter, write_gpt_oss
+from harness.engine_driver import serve
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.model.shape import ModelShape
 from llmservice_server.backend.step_input import StepInput
@@ -71,17 +71,6 @@ def change(engine: Engine, message: LoadAdapter | UnloadAdapter) -> AdapterRepor
 def request(name: str, prompt: list[int], adapter: str | None, max_tokens: int = 12) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0, adapter=adapter)
-
-
-def serve(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[int]]:
-    answers: dict[str, list[int]] = defaultdict(list)
-    for each in requests:
-        engine.add(each)
-    while engine.has_work:
-        for output in engine.step().outputs:
-            assert output.error is None
-            answers[output.request_id] += output.token_ids
-    return answers
 
 
 def prompt_of(length: int, vocab: int = VOCAB) -> list[int]:
