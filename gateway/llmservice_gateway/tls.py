@@ -25,10 +25,10 @@ class Certificate:
         self._loaded = self._content()
         self.context = self._new_context()
 
-    async def follow(self, period_s: float = PERIOD_S) -> None:
+    async def follow(self) -> None:
         """Reload on changes until cancelled; a certificate that cannot be used is logged, and the earlier one stays."""
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(PERIOD_S)
             self.reload()
 
     def reload(self) -> bool:

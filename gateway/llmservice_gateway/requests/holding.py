@@ -83,17 +83,10 @@ class _Held:
 class Holding:
     """The queues of held requests, one for each served name. `advance` is to be called on every change."""
 
-    def __init__(
-        self,
-        balancer: Balancer,
-        metrics: GatewayMetrics,
-        limits: HoldLimits,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, balancer: Balancer, metrics: GatewayMetrics, limits: HoldLimits) -> None:
         self._balancer = balancer
         self._metrics = metrics
         self._limits = limits
-        self._clock = clock
         self._queues: dict[tuple[str, str], dict[_Held, None]] = {}
         self._released: dict[_Held, None] = {}
         """Those that may go and have not gone yet: they are in flight nowhere."""
@@ -109,7 +102,7 @@ class Holding:
 
     def report(self) -> dict[str, Mapping[str, float]]:
         """By `namespace/name` of the LLMService: the number of held requests, their tokens, and the oldest's age."""
-        now, report = self._clock(), dict[str, dict[str, float]]()
+        now, report = time.monotonic(), dict[str, dict[str, float]]()
         for queue in self._queues.values():
             for held in queue:
                 one = report.setdefault(held.service, {"requests": 0, "tokens": 0, "oldest_s": 0.0})
@@ -134,14 +127,14 @@ class Holding:
             message = f"No replica of `{request.model}` is ready yet, and too many requests are waiting for one: retry."
             raise unavailable(message, "too_many_held_requests", RETRY_AFTER_FULL_S)
         service = next(service for service in route.services if service.is_awaited)
-        held = _Held(request, demand, _key(route), f"{route.namespace}/{service.name}", self._clock(), set(failed))
+        held = _Held(request, demand, _key(route), f"{route.namespace}/{service.name}", time.monotonic(), set(failed))
         with self._queued(held):
             self.advance()
             deadline_s = request.arrived_s + min(self._limits.timeout_s, request.timeout_s or math.inf)
             comment_s = request.arrived_s + self._limits.comment_s if request.is_stream else math.inf
             retry_s = held.since_s + FAILED_FOR_S if failed else math.inf
             while not held.outcome.done():
-                now = self._clock()
+                now = time.monotonic()
                 if now >= deadline_s:
                     raise self._too_late(request, deadline_s - request.arrived_s)
                 if now >= retry_s:
@@ -207,7 +200,7 @@ class Holding:
                 del self._queues[key]
             self._body_bytes -= size
             self._metrics.held.labels(model).dec()
-            self._metrics.held_seconds.labels(model, outcome).observe(self._clock() - held.since_s)
+            self._metrics.held_seconds.labels(model, outcome).observe(time.monotonic() - held.since_s)
             if held.outcome.done():
                 held.outcome.exception()  # seen, also where the client left meanwhile
 

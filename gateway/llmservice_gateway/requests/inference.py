@@ -10,7 +10,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,23 +58,15 @@ class _ClientLeftError(Exception):
 class Inference:
     """Serves INFERENCE_PATHS. Made in the event loop that serves it; `close` it at the end."""
 
-    def __init__(
-        self,
-        routing: Routing,
-        metrics: GatewayMetrics,
-        config: GatewayConfig,
-        access: Access | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, routing: Routing, metrics: GatewayMetrics, config: GatewayConfig, access: Access | None) -> None:
         self._routing = routing
         self._metrics = metrics
         self._config = config
         self._access = access
         self._estimators: dict[str, Estimator] = {}
-        self._clock = clock
-        self.holding = Holding(routing.balancer, metrics, config.hold, clock)
+        self.holding = Holding(routing.balancer, metrics, config.hold)
         routing.changed = self.holding.advance
-        self._proxy = Proxy(routing.balancer, metrics, self.holding, config.read_timeout_s, clock)
+        self._proxy = Proxy(routing.balancer, metrics, self.holding, config.read_timeout_s)
 
     async def close(self) -> None:
         """Close the connections to the pods."""
@@ -101,7 +93,7 @@ class Inference:
                     headers=headers,
                     body=raw if model == route.served_name else _renamed(payload, route.served_name),
                     request_id=request_id,
-                    arrived_s=self._clock(),
+                    arrived_s=time.monotonic(),
                     timeout_s=_timeout_s(headers),
                     is_stream=payload.get("stream") is True and scope["path"] in GENERATING_PATHS,
                     model=model,

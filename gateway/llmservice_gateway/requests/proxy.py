@@ -10,7 +10,6 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -85,18 +84,10 @@ class _Refusal:
 class Proxy:
     """Sends requests to pods through one connection pool. Made in the event loop in which it is used."""
 
-    def __init__(
-        self,
-        balancer: Balancer,
-        metrics: GatewayMetrics,
-        holding: Holding,
-        read_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, balancer: Balancer, metrics: GatewayMetrics, holding: Holding, read_timeout_s: float) -> None:
         self._balancer = balancer
         self._metrics = metrics
         self._holding = holding
-        self._clock = clock
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s),
@@ -129,14 +120,14 @@ class Proxy:
                 if not (is_ending and self._holding.can_hold(route)):
                     break
             if backend is None:  # no pod is ready, or those that are have just failed
-                since_s = self._clock()
+                since_s = time.monotonic()
                 tried = await self._holding.wait(request, demand, reply, tried)
-                held_s += self._clock() - since_s
+                held_s += time.monotonic() - since_s
                 backend = self._pick(request.find(), tried, demand)
                 if backend is None:
                     continue
             if not failures:
-                self._metrics.added_latency.labels(request.model).observe(self._clock() - request.arrived_s - held_s)
+                self._metrics.added_latency.labels(request.model).observe(time.monotonic() - request.arrived_s - held_s)
             self._count_affinity(request, backend, demand)
             try:
                 with self._balancer.hold(backend, demand) as ticket:
@@ -160,7 +151,7 @@ class Proxy:
         return None
 
     def _pick(self, route: Route, tried: set[str], demand: Demand) -> Backend | None:
-        return self._balancer.pick(route.backends, tried, self._clock(), demand, by_prefix=route.by_prefix)
+        return self._balancer.pick(route.backends, tried, time.monotonic(), demand, by_prefix=route.by_prefix)
 
     def _count_affinity(self, request: PodRequest, backend: Backend, demand: Demand) -> None:
         if (has_prefix := self._balancer.has_prefix(backend, demand)) is not None:
@@ -169,25 +160,25 @@ class Proxy:
     def _rebalance(self, request: PodRequest) -> None:
         """A slot is free, and requests may wait on other pods."""
         with suppress(GatewayError):  # deleted while its last requests ran
-            self._balancer.rebalance(request.find().backends, self._clock())
+            self._balancer.rebalance(request.find().backends, time.monotonic())
 
     async def _attempt(self, ticket: Ticket, request: PodRequest, reply: Reply) -> Usage | None:
-        started = self._clock()
+        started = time.monotonic()
         try:
             upstream = await self._response(ticket, request)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            self._balancer.mark_failed(ticket.backend, self._clock())
+            self._balancer.mark_failed(ticket.backend, time.monotonic())
             raise _AnotherPodError("refused") from error
         except TimeoutError:
             message = f"A replica of `{request.model}` did not answer in time."
             raise GatewayError(504, message, "upstream_timeout") from None
         except aiohttp.ClientError as error:
-            self._balancer.mark_failed(ticket.backend, self._clock())
+            self._balancer.mark_failed(ticket.backend, time.monotonic())
             raise _AnotherPodError(LOST_WAITING if ticket.has_waited else LOST) from error
         if (slots := upstream.headers.get(SLOTS_HEADER, "")).isdecimal():
             self._balancer.set_slots(ticket.backend, int(slots))
         async with upstream:
-            self._metrics.upstream_latency.labels(request.model).observe(self._clock() - started)
+            self._metrics.upstream_latency.labels(request.model).observe(time.monotonic() - started)
             if upstream.status == 401 and upstream.headers.get("WWW-Authenticate") == TOKEN_HEADER:
                 logger.error(
                     "pod %s takes only signed requests, and not this gateway's: give it --signing-keys with the key"
@@ -200,7 +191,7 @@ class Proxy:
             try:
                 return await _relay(upstream, request, reply)
             except GatewayError:
-                self._balancer.mark_failed(ticket.backend, self._clock())
+                self._balancer.mark_failed(ticket.backend, time.monotonic())
                 raise
 
     async def _response(self, ticket: Ticket, request: PodRequest) -> aiohttp.ClientResponse:
@@ -220,7 +211,7 @@ class Proxy:
             headers = passed.copy()
             if request.is_counted:
                 headers[COUNTED_HEADER] = "1"
-            if request.timeout_s is not None and (waited_s := self._clock() - request.arrived_s) >= 1:
+            if request.timeout_s is not None and (waited_s := time.monotonic() - request.arrived_s) >= 1:
                 headers[TIMEOUT_HEADER] = f"{max(0.001, request.timeout_s - waited_s):.3f}"
             headers.update(request.pod_headers(ticket.backend))
             url = URL(ticket.backend.url + request.path, encoded=True)

@@ -27,12 +27,12 @@ class AdapterPoll:
         self.reported: Mapping[str, Adapters] = {}
         """By the pod's uid."""
 
-    async def run(self, period_s: float = PERIOD_S) -> None:
+    async def run(self) -> None:
         """Poll until cancelled."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
             while True:
                 await self.poll(session)
-                await asyncio.sleep(period_s)
+                await asyncio.sleep(PERIOD_S)
 
     async def poll(self, session: aiohttp.ClientSession) -> None:
         """Ask each pod once, and call `changed` where the answers differ from those before."""

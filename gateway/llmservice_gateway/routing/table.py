@@ -20,10 +20,7 @@ POD_SELECTOR = "app.kubernetes.io/name=llmservice,app.kubernetes.io/component=se
 class Routing:
     """Follows the LLMServices and server pods of the given namespaces (none given: of the whole cluster)."""
 
-    def __init__(
-        self, api: KubernetesAPI, namespaces: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._clock = clock
+    def __init__(self, api: KubernetesAPI, namespaces: Sequence[str] = ()) -> None:
         self.table = RouteTable()
         self.balancer = Balancer()
         self.changed: Callable[[], None] = lambda: None
@@ -60,7 +57,7 @@ class Routing:
         routes = [route for _, route in self.table.models()]
         self.balancer.forget_all_but({backend.uid for route in routes for backend in route.backends})
         for route in routes:
-            self.balancer.rebalance(route.backends, self._clock())
+            self.balancer.rebalance(route.backends, time.monotonic())
         self.changed()
         logger.debug("routes: %s", {route.served_name: len(route.backends) for route in routes})
 

@@ -61,8 +61,7 @@ class EngineDeadError(Exception):
 class OutputStream:
     """The engine's outputs for the answers to one request; wakes its reader once a step, however many answers moved."""
 
-    def __init__(self, request_ids: Sequence[str]) -> None:
-        self.unfinished = set(request_ids)
+    def __init__(self) -> None:
         self._outputs: list[Output] = []
         self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()  # looking it up costs a system call each time
@@ -79,8 +78,6 @@ class OutputStream:
         return outputs
 
     def put(self, output: Output) -> None:
-        if output.finish_reason is not None:
-            self.unfinished.discard(output.request_id)
         self._outputs.append(output)
         self._wake()
 
@@ -280,7 +277,7 @@ class EngineClient:
         """Send requests to the engine; a caller that leaves the stream early has to `abort` them."""
         self.require_ready()
         messages = [self._encoder.encode(request) for request in requests]  # raises before anything is registered
-        stream = OutputStream([request.request_id for request in requests])
+        stream = OutputStream()
         for request, message in zip(requests, messages, strict=True):
             self._streams[request.request_id] = stream
             self._send_encoded(message)

@@ -7,7 +7,7 @@ https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/doc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -18,13 +18,12 @@ from llmservice_server.types.messages import Ready, Stats
 class EndpointPickerMetrics(Collector):
     """Totals over all lanes, for a picker reads one series of each name."""
 
-    def __init__(self, model_name: str, *, with_totals: bool, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, model_name: str, *, with_totals: bool) -> None:
         """`with_totals` is False where the server's own metrics have these names already."""
         self._model_name = model_name
         self._with_totals = with_totals
-        self._clock = clock
         self._ready: Ready | None = None
-        self._adapters: tuple[Sequence[str], float] = ((), clock())
+        self._adapters: tuple[Sequence[str], float] = ((), time.time())
         """The adapters in memory, and since when."""
         self.stats: Stats | None = None
 
@@ -32,7 +31,7 @@ class EndpointPickerMetrics(Collector):
         self._ready = ready
 
     def set_adapters(self, loaded: Sequence[str]) -> None:
-        self._adapters = (loaded, self._clock())
+        self._adapters = (loaded, time.time())
 
     def collect(self) -> Iterator[Metric]:
         if self._with_totals:

@@ -67,9 +67,9 @@ async def test_inputs_are_counted_by_key_from_the_call_until_they_are_withdrawn(
 
 
 async def _wake_ups(stream: OutputStream) -> int:
-    count = 0
-    while stream.unfinished:
-        await stream.next()
+    """Until its request has ended."""
+    count = 1
+    while (await stream.next())[-1].finish_reason is None:
         count += 1
     return count
 
