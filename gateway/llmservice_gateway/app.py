@@ -20,7 +20,7 @@ from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError
 from llmservice_gateway.reply import Receive, Send
 from llmservice_gateway.requests.inference import INFERENCE_PATHS, GatewayConfig, Inference
-from llmservice_gateway.routing.routes import ModelNotFoundError, Route
+from llmservice_gateway.routing.routes import Route
 from llmservice_gateway.routing.table import Routing
 
 logger = logging.getLogger(__name__)
@@ -130,10 +130,7 @@ class Gateway:
         async def model(model: str, request: Request) -> Model:
             """One of them."""
             is_allowed = self._is_allowed(request)
-            try:
-                route = self._routing.table.find(model)
-            except ModelNotFoundError as error:
-                raise GatewayError(404, str(error), "model_not_found", "model") from None
+            route = self._routing.table.find(model)
             if not is_allowed(route):
                 message = f"The model `{model}` does not exist, or this key may not use it."
                 raise GatewayError(404, message, "model_not_found", "model")

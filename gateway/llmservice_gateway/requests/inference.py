@@ -25,7 +25,6 @@ from llmservice_gateway.reply import BrokenAnswerError, Receive, Reply, Send
 from llmservice_gateway.requests.holding import Holding, HoldLimits, PodRequest
 from llmservice_gateway.requests.proxy import TIMEOUT_HEADER, Proxy
 from llmservice_gateway.routing.demand import Estimator, Usage, affinity
-from llmservice_gateway.routing.routes import ModelNotFoundError, Route
 from llmservice_gateway.routing.table import Routing
 
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -86,7 +85,7 @@ class Inference:
                     raise _wrong_method(scope)
                 payload, raw = await self._body(scope, receive)
                 named = payload["model"]
-                route = self._find(named)
+                route = self._routing.table.find(named)
                 model = named
                 request = PodRequest(
                     path=_path(scope),
@@ -97,7 +96,7 @@ class Inference:
                     timeout_s=_timeout_s(headers),
                     is_stream=payload.get("stream") is True and scope["path"] in GENERATING_PATHS,
                     model=model,
-                    find=lambda: self._find(model),
+                    find=lambda: self._routing.table.find(model),
                 )
                 await self._answer(request, payload, key, receive, reply)
             except (GatewayError, RecursionError) as error:
@@ -147,12 +146,6 @@ class Inference:
                 estimator.learn(payload, usage)
             if admission is not None:
                 await admission.settle(_NOTHING if usage is None and _computed_nothing(status) else usage)
-
-    def _find(self, model: str) -> Route:
-        try:
-            return self._routing.table.find(model)
-        except ModelNotFoundError as error:
-            raise GatewayError(404, str(error), "model_not_found", "model") from None
 
     async def _body(self, scope: Mapping[str, Any], receive: Receive) -> tuple[dict[str, Any], bytes]:
         """The body, parsed and raw. A refusal closes the connection where the rest would be read as a request."""

@@ -13,6 +13,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
+from llmservice_gateway.openai_error import GatewayError
 from llmservice_planner.addresses import endpoint
 
 SERVED_NAME_ANNOTATION = "serving.llmservice.io/served-name"
@@ -81,10 +82,6 @@ class Route:
     """Whether requests go to the pod that has the beginning of their prompt; else to the least loaded."""
 
 
-class ModelNotFoundError(LookupError):
-    """No service serves this name."""
-
-
 @dataclass(frozen=True, slots=True)
 class RouteTable:
     """Every served name of the cluster. Replaced as a whole on each change, so that readers need no lock."""
@@ -103,7 +100,7 @@ class RouteTable:
         namespace alone, so that no other namespace can take over the name `team-a/llama`.
 
         Raises:
-            ModelNotFoundError: its text says where the names are listed.
+            GatewayError: 404; its text says where the names are listed.
         """
         namespace, _, served_name = model.partition("/")
         if namespace in self.namespaces and served_name:
@@ -112,9 +109,8 @@ class RouteTable:
             found = list(self.routes.get(model, ())[:1])
         if found:
             return found[0]
-        raise ModelNotFoundError(
-            f"The model `{model}` does not exist: no LLMService serves it. GET /v1/models lists what is served."
-        )
+        message = f"The model `{model}` does not exist: no LLMService serves it. GET /v1/models lists what is served."
+        raise GatewayError(404, message, "model_not_found", "model")
 
     def models(self) -> list[tuple[str, Route]]:
         """Each model's name as a request should give it (qualified where it must be), in alphabetical order."""
@@ -128,7 +124,7 @@ class RouteTable:
     def _is_found(self, served_name: str, route: Route) -> bool:
         try:
             return self.find(served_name) is route
-        except ModelNotFoundError:
+        except GatewayError:
             return False
 
 

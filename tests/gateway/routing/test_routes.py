@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from llmservice_gateway.routing.routes import Adapters, ModelNotFoundError, build_table, is_routable
+from llmservice_gateway.openai_error import GatewayError
+from llmservice_gateway.routing.routes import Adapters, build_table, is_routable
 
 
 def service(
@@ -60,7 +61,7 @@ def test_service_without_pods_is_known_and_not_ready() -> None:
 
 
 def test_unknown_model_is_not_found() -> None:
-    with pytest.raises(ModelNotFoundError, match=r"gpt-5.*does not exist"):
+    with pytest.raises(GatewayError, match=r"gpt-5.*does not exist"):
         build_table([service("llama")], []).find("gpt-5")
 
 
@@ -83,7 +84,7 @@ def test_a_qualified_name_always_means_its_namespace() -> None:
     assert names(table.find("a/llama")) == ["p"]
     assert names(table.find("b/a/llama")) == ["q"]
     assert [name for name, _ in table.models()] == ["b/a/llama", "llama"]
-    with pytest.raises(ModelNotFoundError):
+    with pytest.raises(GatewayError):
         build_table([service("other", "a"), thief], pods).find("a/llama")
 
 
