@@ -176,7 +176,7 @@ def test_every_request_is_served_in_full_and_no_budget_is_exceeded(
         assert plan.num_tokens <= 16
         for share in plan.scheduled:
             last = share.start + share.num_tokens - 1
-            assert last < 4 * len(share.block_table) or share.request.status is Status.FINISHED
+            assert last < 4 * len(share.request.block_table) or share.request.status is Status.FINISHED
         if number in cancelled and number < len(bench.requests):
             bench.scheduler.finish(bench.requests[number])
         if all(request.status is Status.FINISHED for request in bench.requests):

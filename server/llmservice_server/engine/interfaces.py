@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,10 +26,6 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     start: int
     num_tokens: int
     samples: bool  # the share reaches the last known token, so the step yields the next one
-
-    @property
-    def block_table(self) -> array[int]:
-        return self.request.block_table
 
 
 @dataclass(frozen=True, slots=True)

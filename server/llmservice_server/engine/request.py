@@ -132,7 +132,6 @@ class Request:
         """`order` counts arrivals; `seed` is used if the message has none; `ignore_eos` lets `eos_token_ids` pass."""
         sampling = message.sampling
         stop = frozenset(sampling.stop_token_ids)
-        rank = LANES.index(message.lane) if message.lane in LANES else len(LANES)
         return cls(
             request_id=message.request_id,
             token_ids=list(message.prompt_token_ids),
@@ -141,7 +140,7 @@ class Request:
             stop_token_ids=stop - eos_token_ids if sampling.ignore_eos else stop,
             seed=seed if sampling.seed is None else sampling.seed,
             lane=message.lane,
-            priority=(rank, message.priority, order),
+            priority=(LANES.index(message.lane), message.priority, order),
             allowed_token_ids=np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None,
             arrival_s=message.arrival_s,
             length_class=length_class(len(message.prompt_token_ids)),
