@@ -18,13 +18,10 @@ _USER = re.compile(r"(?<=//)[^/?#]*@")  # a name and a password, which no messag
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="where it listens, such as http://llmservice-gateway.NAMESPACE.svc")
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long it may take until it answers"
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="take any TLS certificate: the gateway's need not be for this name"
-    )
+    add = parser.add_argument
+    add("url", metavar="URL", help="where it listens, such as http://llmservice-gateway.NAMESPACE.svc")
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long it may take until it answers")
+    add("--insecure", action="store_true", help="take any TLS certificate: the gateway's need not be for this name")
 
 
 def _run(args: argparse.Namespace) -> int:

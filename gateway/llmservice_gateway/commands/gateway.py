@@ -13,58 +13,51 @@ from llmservice_planner.command import Command, port, positive
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default=ANY_ADDRESS, help="address to listen on (default: all, IPv4 and IPv6)")
-    parser.add_argument("--port", type=port, default=8080, help="port to listen on; 0 takes a free one and logs it")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--host", default=ANY_ADDRESS, help="address to listen on (default: all, IPv4 and IPv6)")
+    add("--port", type=port, default=8080, help="port to listen on; 0 takes a free one and logs it")
+    add(
         "--metrics-port",
         type=port,
         default=8001,
         metavar="PORT",
         help="port of /metrics; the same as --port serves both there, 0 takes a free one and logs it",
     )
-    parser.add_argument(
-        "--namespace", action="append", default=[], metavar="NAME", help="follow this namespace only; may be repeated"
-    )
-    parser.add_argument(
+    add("--namespace", action="append", default=[], metavar="NAME", help="follow this namespace only; may be repeated")
+    add(
         "--drain-timeout",
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long requests may finish after SIGTERM",
     )
-    parser.add_argument(
-        "--max-body-mib", type=int, default=16, metavar="MIB", help="larger requests are refused with 413"
-    )
-    parser.add_argument(
+    add("--max-body-mib", type=int, default=16, metavar="MIB", help="larger requests are refused with 413")
+    add(
         "--read-timeout",
         type=_positive_seconds,
         default=600.0,
         metavar="SECONDS",
         help="how long a pod may stay silent in the middle of an answer",
     )
-    parser.add_argument(
+    add(
         "--client-timeout",
         type=_positive_seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long a client may take to send a request's head, or its body (408), or to read what it is sent",
     )
-    parser.add_argument(
+    add(
         "--hold-timeout",
         type=_seconds,
         default=600.0,
         metavar="SECONDS",
         help="how long a request waits for a service without a ready pod, which it starts; 0: not at all",
     )
-    parser.add_argument(
-        "--max-held-requests", type=int, default=1000, metavar="N", help="more are refused with 503 and Retry-After"
-    )
-    parser.add_argument(
-        "--max-held-mib", type=int, default=256, metavar="MIB", help="of their bodies; more are refused likewise"
-    )
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS on --port")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key; both are reloaded when they change")
-    parser.add_argument(
+    add("--max-held-requests", type=int, default=1000, metavar="N", help="more are refused with 503 and Retry-After")
+    add("--max-held-mib", type=int, default=256, metavar="MIB", help="of their bodies; more are refused likewise")
+    add("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS on --port")
+    add("--tls-key", type=Path, metavar="FILE", help="its key; both are reloaded when they change")
+    add(
         "--cors-allow-origin",
         action="append",
         default=[],
@@ -72,31 +65,32 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let pages of this origin (https://HOST, or *) call the API; may be repeated",
     )
     _add_key_arguments(parser)
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 
 
 def _add_key_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--keys-namespace",
         metavar="NAME",
         help="require API keys: those of this namespace's Secrets with the label serving.llmservice.io/api-key=true, as"
         " `llmservice api-key` makes them (default: no key is needed)",
     )
-    parser.add_argument(
+    add(
         "--signing-keys",
         type=Path,
         metavar="FILE",
         help="sign requests for the pods: signing-keys.yaml of the Secret that `llmservice signing-key` makes; it is"
         " read again when it changes",
     )
-    parser.add_argument(
+    add(
         "--redis-url",
         default=os.environ.get("LLMSERVICE_REDIS_URL"),
         metavar="URL",
         help="count limits of keys over all gateways: redis://HOST:PORT/DB, or rediss:// with TLS"
         " (env LLMSERVICE_REDIS_URL; default: each gateway counts for itself)",
     )
-    parser.add_argument(
+    add(
         "--replicas",
         type=int,
         default=1,

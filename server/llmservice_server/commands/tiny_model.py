@@ -11,21 +11,15 @@ from llmservice_planner.command import Command, CommandError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "directory", type=Path, metavar="DIR", help="where to write the checkpoint; created when missing"
-    )
+    add("directory", type=Path, metavar="DIR", help="where to write the checkpoint; created when missing")
     add("--layers", type=int, default=4, help="decoder layers")
     add("--hidden-size", type=int, default=256, help="width of the residual stream")
     add("--heads", type=int, default=8, help="attention heads")
     add("--kv-heads", type=int, default=4, help="key and value heads; must divide --heads")
-    add(
-        "--vocab-size", type=int, default=1024, help="rows of the embedding; the tokenizer has at most as many"
-    )
+    add("--vocab-size", type=int, default=1024, help="rows of the embedding; the tokenizer has at most as many")
     add("--max-position-embeddings", type=int, default=2048, help="longest context in tokens")
     add("--seed", type=int, default=0, help="seed of the random weights")
-    add(
-        "--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="type of the weights"
-    )
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="type of the weights")
 
 
 def run(args: argparse.Namespace) -> int:
