@@ -18,7 +18,7 @@ from starlette.responses import Response
 from llmservice_server.http.access_log import AccessLog
 from llmservice_server.http.authentication import Authentication, Authenticator
 from llmservice_server.http.body import IGNORED_HEADER
-from llmservice_server.http.error import ApiError, validation_error
+from llmservice_server.http.error import BROKE_OFF, ApiError, validation_error
 from llmservice_server.http.protocol.base import Body
 from llmservice_server.http.protocol.models import error_responses
 from llmservice_server.http.routes import adapters, embeddings, generate, models, rerank, tokenize
@@ -126,7 +126,7 @@ def _api_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = validation_error(error.errors(), error.body)
     assert isinstance(error, ApiError)  # noqa: S101  # registered for these two classes only
-    if not error.broke_off:
+    if error.code not in BROKE_OFF:
         metrics = request.app.state.server.metrics
         metrics.labels(metrics.request_rejected, reason=error.code or "invalid_request").inc()
     return error.response()

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 ENGINE_DEAD, ENGINE_ERROR = BROKE_OFF = ("engine_dead", "engine_error")
+"""Codes of requests that had been admitted and then failed; all other errors refuse a request."""
 MAX_ECHO = 200  # characters of a client's input in an error
 
 
@@ -37,11 +38,6 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-    @property
-    def broke_off(self) -> bool:
-        """The request had been admitted and then failed; all other errors refuse it."""
-        return self.code in BROKE_OFF
 
     @property
     def type(self) -> str:

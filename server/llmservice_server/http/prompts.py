@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 from llmservice_server.engine.adapters import adapter_key
 from llmservice_server.engine.block_pool import chain_start, hash_blocks
 from llmservice_server.http.error import ApiError, invalid
-from llmservice_server.http.protocol.chat import ChatRequest, Message, NamedTool, Tool, as_template_input
+from llmservice_server.http.protocol.chat import ChatRequest, NamedTool, Tool, as_template_input
 from llmservice_server.http.protocol.generation import GenerationRequest
+from llmservice_server.http.protocol.tokenize import TokenizeRequest
 from llmservice_server.sampling.grammar import check_grammar, json_grammar
 from llmservice_server.text.chat_template import TemplateOptions
 from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer
@@ -69,33 +69,14 @@ def bad_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
     return tuple(dict.fromkeys(tuple(each) for each in ids if each))
 
 
-class Conversation(Protocol):
-    """What the bodies that contain one have in common."""
-
-    @property
-    def messages(self) -> Sequence[Message] | None: ...
-
-    @property
-    def add_generation_prompt(self) -> bool | None: ...
-
-    @property
-    def continue_final_message(self) -> bool: ...
-
-    @property
-    def chat_template_kwargs(self) -> Mapping[str, Any]: ...
-
-    @property
-    def reasoning_effort(self) -> str | None: ...
-
-
 def chat_token_ids(
-    asked: Conversation, tools: Sequence[Tool], tokenizer: Tokenizer, max_tokens: int | None
+    asked: ChatRequest | TokenizeRequest, tools: Sequence[Tool], tokenizer: Tokenizer, max_tokens: int | None
 ) -> list[int]:
     """Raises ApiError where the options contradict each other, or the template does not accept the conversation.
 
     Likewise where the conversation is certainly longer than `max_tokens`.
     """
-    messages = asked.messages or ()
+    messages = asked.messages or []
     if asked.continue_final_message and asked.add_generation_prompt:
         raise invalid(
             "continue_final_message and add_generation_prompt contradict each other: give one of them",
@@ -109,7 +90,7 @@ def chat_token_ids(
     options = TemplateOptions(
         begin_answer=asked.add_generation_prompt is not False and not asked.continue_final_message,
         continue_last=asked.continue_final_message,
-        variables=tokenizer.template_variables(asked.reasoning_effort) | dict(asked.chat_template_kwargs),
+        variables=tokenizer.template_variables(asked.reasoning_effort) | asked.chat_template_kwargs,
     )
     try:
         given = [message.as_template_input() for message in messages]

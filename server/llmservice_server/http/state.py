@@ -39,11 +39,15 @@ class Activity:
         if scope["type"] != "http" or not scope["path"].startswith(_ACTIVE):
             await self._app(scope, receive, send)
             return
-        self._state.enter()
+        state = self._state
+        state.num_active += 1
+        state.idle.clear()
         try:
             await self._app(scope, receive, send)
         finally:
-            self._state.leave()
+            state.num_active -= 1
+            if state.num_active == 0:
+                state.idle.set()
 
 
 _RETRY_LOADING_S = 5
@@ -157,17 +161,6 @@ class ServerState:
                 yield
             finally:
                 self.body_deadlines.remove(deadline)
-
-    def enter(self) -> None:
-        """An API request has begun."""
-        self.num_active += 1
-        self.idle.clear()
-
-    def leave(self) -> None:
-        """An API request is answered."""
-        self.num_active -= 1
-        if self.num_active == 0:
-            self.idle.set()
 
     def require_ready(self) -> Serving:
         """Raises ApiError (503) where the server accepts no requests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Mapping, MutableMapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -146,10 +146,11 @@ class Tracing:
         figures["trace_id"] = f"{span.get_span_context().trace_id:032x}"
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier)
+        context = [(name.encode(), value.encode()) for name, value in carrier.items()]
 
         def send_with_context(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *_encoded(carrier)]
+                message["headers"] = [*message["headers"], *context]
             elif not message.get("more_body"):
                 span.set_attributes(of_answer(figures))  # the library ends the span with this message
             return send(message)
@@ -164,8 +165,3 @@ class Tracing:
 def _span_details(scope: Scope) -> tuple[str, dict[str, Any]]:
     operation = OPERATIONS[scope["path"]]
     return operation, {"gen_ai.operation.name": operation, "gen_ai.provider.name": "llmservice"}
-
-
-def _encoded(headers: dict[str, str]) -> Iterator[tuple[bytes, bytes]]:
-    for name, value in headers.items():
-        yield name.encode("latin-1"), value.encode("latin-1")
