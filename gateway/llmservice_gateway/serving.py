@@ -22,8 +22,8 @@ from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.requests.holding import HoldLimits
 from llmservice_gateway.requests.inference import GatewayConfig
 from llmservice_gateway.routing.table import Routing
-from llmservice_gateway.tls import Certificate, CertificateError
-from llmservice_httpserver.listening import HttpServer, ListenError, bind
+from llmservice_gateway.tls import Certificate
+from llmservice_httpserver.listening import HttpServer, bind
 from llmservice_httpserver.protocol import BoundedHttpProtocol
 from llmservice_planner.addresses import endpoint
 from llmservice_planner.command import CommandError
@@ -36,7 +36,8 @@ async def run_gateway(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT, then let requests in flight finish within the drain timeout.
 
     Raises:
-        CommandError: no cluster is configured, a port is taken, or a certificate or key cannot be used.
+        CommandError: no cluster is configured, or keys cannot be used.
+        CertificateError, ListenError: the certificate cannot be used, or a port is taken.
     """
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     hold = HoldLimits(args.max_held_requests, args.max_held_mib * 1024**2, args.hold_timeout)
@@ -108,9 +109,9 @@ async def _serve(
         ssl_context_factory=None if tls is None else lambda *_: tls,
         timeout_graceful_shutdown=args.drain_timeout,
     )
-    servers = [(api, _bind(args.host, args.port, "--port"))]
+    servers = [(api, bind(args.host, args.port, "--port"))]
     if not shares_port:
-        servers.append((HttpServer(gateway.metrics_app()), _bind(args.host, args.metrics_port, "--metrics-port")))
+        servers.append((HttpServer(gateway.metrics_app()), bind(args.host, args.metrics_port, "--metrics-port")))
         logger.info("metrics on %s", _address(servers[1][1]))
     async with asyncio.TaskGroup() as group:
         serving = [group.create_task(server.serve(sockets=[listener])) for server, listener in servers]
@@ -130,13 +131,6 @@ async def _serve(
             following.cancel()
 
 
-def _bind(host: str, port: int, flag: str) -> socket.socket:
-    try:
-        return bind(host, port, flag)
-    except ListenError as error:
-        raise CommandError(str(error)) from error
-
-
 def _address(listener: socket.socket) -> str:
     address, port, *_ = listener.getsockname()
     return endpoint(address, port)
@@ -145,7 +139,4 @@ def _address(listener: socket.socket) -> str:
 def _certificate(args: argparse.Namespace) -> Certificate | None:
     if (args.tls_cert is None) != (args.tls_key is None):
         raise CommandError("--tls-cert and --tls-key belong together: give both, or none for plain HTTP")
-    try:
-        return None if args.tls_cert is None else Certificate(args.tls_cert, args.tls_key)
-    except CertificateError as error:
-        raise CommandError(str(error)) from error
+    return None if args.tls_cert is None else Certificate(args.tls_cert, args.tls_key)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from llmservice_planner.addresses import ANY_ADDRESS
-from llmservice_planner.command import Command, port, positive
+from llmservice_planner.command import Command, CommandError, port, positive
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,9 +117,14 @@ def _run(args: argparse.Namespace) -> int:
     import uvloop
 
     from llmservice_gateway.serving import run_gateway
+    from llmservice_gateway.tls import CertificateError
+    from llmservice_httpserver.listening import ListenError
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run_gateway(args))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run_gateway(args))
+    except (CertificateError, ListenError) as error:
+        raise CommandError(str(error)) from error
 
 
 COMMAND = Command(
