@@ -83,8 +83,6 @@ async def run_gateway(args: argparse.Namespace) -> int:
 def _limiter(args: argparse.Namespace) -> Limiter:
     if args.keys_namespace is None and (args.redis_url or args.signing_keys):
         raise CommandError("--redis-url and --signing-keys are for API keys: set --keys-namespace as well")
-    if args.replicas < 1:
-        raise CommandError(f"--replicas is {args.replicas}, expected 1 or more")
     try:
         return Limiter(SharedCounters(args.redis_url) if args.redis_url else None, args.replicas)
     except ValueError as error:

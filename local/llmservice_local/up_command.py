@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmservice_planner.command import Command, CommandError, port
+from llmservice_planner.command import Command, CommandError, count, port
 
 if TYPE_CHECKING:
     from llmservice_local.cluster import ClusterSettings, LocalCluster
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="nodes, each with the capacity below (default: 1)"
     )
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="nvidia.com/gpu capacity of a node")
+    parser.add_argument("--gpus", type=count, default=0, metavar="N", help="nvidia.com/gpu capacity of a node")
     parser.add_argument(
         "--gpu-product", default="l4", metavar="NAME", help="the GPU, for the node's label (default: l4)"
     )

@@ -162,9 +162,12 @@ def test_half_a_certificate_is_one_clear_sentence(capsys: pytest.CaptureFixture[
         ["--hold-timeout", "soon"],
         ["--drain-timeout", "nan"],
         ["--drain-timeout", "-1"],
+        ["--replicas", "0"],
+        ["--max-body-mib", "0"],
+        ["--max-held-requests", "-1"],
     ],
 )
-def test_times_that_are_none_are_refused(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_and_numbers_that_are_none_are_refused(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     COMMAND.add_arguments(parser)
     with pytest.raises(SystemExit):
@@ -280,7 +283,6 @@ async def test_gateway_that_cannot_follow_the_cluster_any_more_ends_with_an_erro
         (["--signing-keys", "keys"], "--redis-url and --signing-keys are for API keys: set --keys-namespace as well"),
         (["--keys-namespace", "llmservice", "--signing-keys", "absent"], "--signing-keys: the signing keys in absent"),
         (["--keys-namespace", "llmservice", "--redis-url", "http://redis"], "--redis-url: expected redis://HOST:PORT"),
-        (["--replicas", "0"], "--replicas is 0, expected 1 or more"),
     ],
 )
 def test_flags_of_keys_that_cannot_work_are_refused(

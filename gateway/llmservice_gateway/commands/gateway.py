@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from llmservice_planner.addresses import ANY_ADDRESS
-from llmservice_planner.command import Command, CommandError, port, positive
+from llmservice_planner.command import Command, CommandError, count, port, positive, whole_number
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long requests may finish after SIGTERM",
     )
-    add("--max-body-mib", type=int, default=16, metavar="MIB", help="larger requests are refused with 413")
+    add("--max-body-mib", type=whole_number, default=16, metavar="MIB", help="larger requests are refused with 413")
     add(
         "--read-timeout",
         type=_positive_seconds,
@@ -53,8 +53,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a request waits for a service without a ready pod, which it starts; 0: not at all",
     )
-    add("--max-held-requests", type=int, default=1000, metavar="N", help="more are refused with 503 and Retry-After")
-    add("--max-held-mib", type=int, default=256, metavar="MIB", help="of their bodies; more are refused likewise")
+    add("--max-held-requests", type=count, default=1000, metavar="N", help="more are refused with 503 and Retry-After")
+    add("--max-held-mib", type=count, default=256, metavar="MIB", help="of their bodies; more are refused likewise")
     add("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS on --port")
     add("--tls-key", type=Path, metavar="FILE", help="its key; both are reloaded when they change")
     add(
@@ -92,7 +92,7 @@ def _add_key_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--replicas",
-        type=int,
+        type=whole_number,
         default=1,
         metavar="N",
         help="gateways; without Redis, or while it cannot be reached, each allows 1/N of each limit",

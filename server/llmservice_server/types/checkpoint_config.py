@@ -149,8 +149,6 @@ class GenerationConfig(_EndTokens):
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    max_new_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    do_sample: bool | None = None
 
     @classmethod
     def of(cls, folder: Path) -> Self:
