@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_bench.device import Work
 from gpu_bench.sizes import FULL, Sizes
 from llmservice_bench.trace import Lengths
-from llmservice_planner.sizing.gpu import Device, cpu_device
+from llmservice_planner.sizing.gpu import CPU, Device
 
 TOY = Sizes(
     config=FULL.config | {
@@ -52,7 +52,7 @@ class CPUDevice:
         self.total_bytes = 1 << 30
 
     def for_planner(self) -> Device:
-        return cpu_device(self.total_bytes)
+        return CPU(self.total_bytes)
 
     def timings_s(self, work: Work, count: int) -> list[float]:
         return [self._elapsed_s(work) for _ in range(min(count, 2))]

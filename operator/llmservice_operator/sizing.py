@@ -18,7 +18,7 @@ from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_planner.sizing.explanation import format_bytes
-from llmservice_planner.sizing.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu, has_fp8
+from llmservice_planner.sizing.gpu import CPU, GPU, UnknownGPU, find_gpu, has_fp8
 from llmservice_planner.sizing.latency import LatencyModel
 from llmservice_planner.sizing.plan import LimitedBy, Plan, SizingError, SizingRequest, plan
 from llmservice_planner.sizing.workload import for_workload
@@ -193,7 +193,7 @@ def device_of(spec: LLMServiceSpec) -> GPU | CPU:
     """What one replica computes on; raises UnknownGPU."""
     gpu = spec.resources.gpu
     if gpu is None or gpu.count == 0:
-        return cpu_device(units.whole_bytes(spec.resources.requests.memory))
+        return CPU(units.whole_bytes(spec.resources.requests.memory))
     known = find_gpu(gpu.product or "")
     if not gpu.memory_gib:
         return known

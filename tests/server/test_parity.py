@@ -18,7 +18,7 @@ from harness.engine_driver import serve
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.model import families as planner_families
 from llmservice_planner.model.shape import ModelShape
-from llmservice_planner.sizing.gpu import cpu_device
+from llmservice_planner.sizing.gpu import CPU
 from llmservice_planner.sizing.overhead import adapter_term
 from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_server.backend.cache_shape import KVCacheShape
@@ -182,7 +182,7 @@ def _logits(case: Case, tokens: list[int], chunks: list[int], dtype: str) -> tor
 
 def test_the_planner_predicts_weights_blocks_and_slots(case: Case) -> None:
     shape = ModelShape.from_folder(case.folder)
-    request = SizingRequest(shape=shape, device=cpu_device(1 << 30), max_model_len=256, dtype="float32")
+    request = SizingRequest(shape=shape, device=CPU(1 << 30), max_model_len=256, dtype="float32")
     predicted = plan(request)
     experts = shape.adapted_expert_features > 0 and _has_experts_of_ours(case)
     settings: dict[str, Any] = {"max_loras": 1, "max_lora_rank": 8, "lora_experts": experts, "max_model_len": 256}

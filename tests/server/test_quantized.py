@@ -35,7 +35,7 @@ from llmservice_planner.model.quantization import QUANTIZATIONS, Quantization, W
 from llmservice_planner.model.quantization_config import read_quantization
 from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.model.weight_counts import WeightCounts
-from llmservice_planner.sizing.gpu import Device, cpu_device, find_gpu
+from llmservice_planner.sizing import gpu
 from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
@@ -192,8 +192,8 @@ def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dt
 
 @needs_vnni
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("device", [find_gpu("h100"), cpu_device(1 << 30)], ids=["GPU", "CPU"])
-def test_a_head_with_odd_outputs_is_quantised_on_a_gpu_alone(tmp_path: Path, device: Device, tied: bool) -> None:
+@pytest.mark.parametrize("device", [gpu.find_gpu("h100"), gpu.CPU(1 << 30)], ids=["GPU", "CPU"])
+def test_a_head_with_odd_outputs_is_quantised_on_a_gpu_alone(tmp_path: Path, device: gpu.Device, tied: bool) -> None:
     """Fine-tunes have tokens of their own; a CPU multiplies with 64 outputs at a time."""
     tensors = dense_tensors()
     tensors["model.embed_tokens.weight"] = torch.randn(322, 256)
@@ -747,7 +747,7 @@ def test_the_planner_predicts_the_weights_of_transformers_models(
     """On a device that multiplies all formats."""
     folder = write_family(tmp_path, family, None if name is None else FORMATS[name])
     shape, checkpoint = ModelShape.from_folder(folder), Checkpoint.open(folder, "transformers")
-    request = SizingRequest(shape=shape, device=find_gpu("h100"), max_model_len=64, quantization=quantization)
+    request = SizingRequest(shape=shape, device=gpu.find_gpu("h100"), max_model_len=64, quantization=quantization)
     held = checkpoint.held_bytes(torch.float32, quantization, on_cpu=False)  # without the copy of a tied head
     assert held == shape.weights_bytes("float32", quantization)
     measured = checkpoint.load(torch.float32, CPU, quantization, lambda _: True).weight_bytes
@@ -772,7 +772,7 @@ def test_every_kind_of_our_own_is_quantised_as_planned(tmp_path: Path, family: s
 @pytest.mark.parametrize("family", [DENSE, MIXTURE, TIED])
 def test_the_planner_predicts_what_a_cpu_holds_of_transformers_models(tmp_path: Path, family: str) -> None:
     folder = write_family(tmp_path, family, FORMATS["gptq"])
-    request = SizingRequest(shape=ModelShape.from_folder(folder), device=cpu_device(1 << 30), max_model_len=64)
+    request = SizingRequest(shape=ModelShape.from_folder(folder), device=gpu.CPU(1 << 30), max_model_len=64)
     measured = loaded(folder, "auto", code="transformers").weight_bytes
     assert measured == pytest.approx(plan(request).weights_bytes, rel=0.01)
 

@@ -21,7 +21,7 @@ from llmservice_planner.model.source import ModelFigures, read_model
 from llmservice_planner.sizing.budget import Budget
 from llmservice_planner.sizing.curve import Curve, TypicalRequest, curve, curve_text, draw_curve, most_sequences
 from llmservice_planner.sizing.explanation import format_bytes
-from llmservice_planner.sizing.gpu import GIB, GPUS, Device, UnknownGPU, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, GIB, GPUS, Device, UnknownGPU, find_gpu
 from llmservice_planner.sizing.latency import LatencyError, LatencyModel
 from llmservice_planner.sizing.plan import Plan, SizingError, SizingRequest, plan
 from llmservice_planner.sizing.prediction_error import (
@@ -261,7 +261,7 @@ def _device(args: argparse.Namespace) -> Device:
     if (args.gpu is None) == (args.cpu_memory is None):
         raise CommandError("which memory? give either --gpu PRODUCT (see --list-gpus) or --cpu-memory SIZE")
     if args.gpu is None:
-        return cpu_device(args.cpu_memory)
+        return CPU(args.cpu_memory)
     if len(args.gpu) > 1:
         raise CommandError("which GPU? several need --rate or --trace, by which they are compared")
     return find_gpu(args.gpu[0])

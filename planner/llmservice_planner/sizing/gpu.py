@@ -132,8 +132,3 @@ def find_gpu(name: str) -> GPU:
     close = {known[match].name: None for match in get_close_matches(wanted, known, n=4, cutoff=0.5)}
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UnknownGPU(f"GPU {name!r} is not in the catalogue: {hint}known are {', '.join(GPUS)}")
-
-
-def cpu_device(memory_bytes: int) -> CPU:
-    """The device of a pod without a GPU (`gpu.count: 0`) whose container may use `memory_bytes`."""
-    return CPU(memory_bytes)

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 from llmservice_planner.model.encoders import ENCODERS, is_encoder
 from llmservice_planner.model.shape import ModelShape, ShapeError
-from llmservice_planner.sizing.gpu import GIB, Device, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, GIB, Device, find_gpu
 from llmservice_planner.sizing.plan import Plan, SizingRequest, plan
 
 _COMMON = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 384, "pad_token_id": 1}
@@ -60,7 +60,7 @@ def _plan(device: Device, **settings: Any) -> Plan:
     return plan(SizingRequest(shape=ModelShape.from_config({"model_type": "bert"}), device=device, **settings))
 
 
-@pytest.mark.parametrize("device", [cpu_device(4 * GIB), find_gpu("t4")], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("device", [CPU(4 * GIB), find_gpu("t4")], ids=["cpu", "gpu"])
 def test_an_encoder_is_sized_without_a_kv_cache(device: Device) -> None:
     answer = _plan(device)
     assert answer.fits
@@ -74,7 +74,7 @@ def test_an_encoder_is_sized_without_a_kv_cache(device: Device) -> None:
 
 
 def test_an_encoder_that_does_not_fit_says_what_is_missing_and_helps() -> None:
-    answer = _plan(cpu_device(GIB // 2))
+    answer = _plan(CPU(GIB // 2))
     assert not answer.fits
     assert answer.shortfall_bytes > 0
     assert any("give the container at least" in remedy for remedy in answer.remedies)
@@ -147,6 +147,6 @@ def test_other_settings_of_the_input_are_refused(tmp_path: Path) -> None:
 
 def test_a_step_is_never_shorter_than_the_longest_input() -> None:
     shape = ModelShape.from_config({"model_type": "modernbert"})
-    answer = plan(SizingRequest(shape=shape, device=cpu_device(8 * GIB)))
+    answer = plan(SizingRequest(shape=shape, device=CPU(8 * GIB)))
     assert answer.max_num_batched_tokens == 8192
     assert answer.guaranteed_sequences == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.sizing.budget import Budget
-from llmservice_planner.sizing.gpu import GIB, GPU, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, GIB, GPU, find_gpu
 from llmservice_planner.sizing.plan import SizingRequest, plan
 
 ShapeOf = Callable[[str], ModelShape]
@@ -48,7 +48,7 @@ def requests(draw: st.DrawFn) -> SizingRequest:
     length = draw(st.integers(1, 65536))
     return SizingRequest(
         shape=draw(shapes()),
-        device=cpu_device(memory) if on_cpu else GPU("test-gpu", memory, 2e12, 3e14),
+        device=CPU(memory) if on_cpu else GPU("test-gpu", memory, 2e12, 3e14),
         device_count=1 if on_cpu else draw(st.sampled_from([1, 2, 4, 8])),
         max_model_len=length,
         kv_dtype=draw(st.sampled_from(["auto", "fp8", "float32"])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmservice_planner.sizing.gpu import GIB, GPU, GPUS, UnknownGPU, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import GIB, GPU, GPUS, UnknownGPU, find_gpu
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,3 @@ def test_a_gpu_tells_its_rates_its_source_and_its_label(gpu: GPU) -> None:
 def test_labels_name_one_gpu_each() -> None:
     labels = [label for gpu in GPUS.values() for label in gpu.node_labels]
     assert len(labels) == len(set(labels))
-
-
-def test_a_pod_without_a_gpu_has_the_memory_of_its_container() -> None:
-    assert cpu_device(2 * GIB).memory_bytes == 2 * GIB

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmservice_planner.model.shape import ModelShape
-from llmservice_planner.sizing.gpu import CPU, GIB, GPUS, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, GIB, GPUS, find_gpu
 from llmservice_planner.sizing.latency import (
     ARITHMETIC_SHARE,
     ATTENTION_SHARE,
@@ -266,7 +266,7 @@ def test_every_gpu_of_the_catalogue_has_a_model(shape_of: ShapeOf) -> None:
 
 def test_a_cpu_has_a_model_only_with_measured_rates(shape_of: ShapeOf) -> None:
     shape = shape_of("llama-3-8b")
-    assert LatencyModel.of(shape, cpu_device(GIB), 1, "float32", 1, 1) is None
+    assert LatencyModel.of(shape, CPU(GIB), 1, "float32", 1, 1) is None
     weights = shape.weights_bytes("bfloat16")
     measured = LatencyModel.of(shape, CPU(GIB, "cpu", 50e9, 2e12), 1, "bfloat16", weights, 131072)
     assert measured is not None

@@ -9,7 +9,7 @@ import pytest
 
 from llmservice_planner.model.quantization import Quantization
 from llmservice_planner.model.shape import ModelShape
-from llmservice_planner.sizing.gpu import GIB, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, GIB, find_gpu
 from llmservice_planner.sizing.overhead import (
     activation_bytes,
     adapter_term,
@@ -54,13 +54,13 @@ def test_latents_are_repeated_on_every_gpu(shape_of: ShapeOf) -> None:
 
 
 def test_a_cpu_has_no_context_and_no_graphs(shape_of: ShapeOf) -> None:
-    names = [term.name for term in fixed_terms(shape_of("llama-3-8b"), cpu_device(GIB), 1, "float32", 512)]
+    names = [term.name for term in fixed_terms(shape_of("llama-3-8b"), CPU(GIB), 1, "float32", 512)]
     assert names == ["Python, PyTorch and the tokenizer", "activations of a step of 512 tokens"]
 
 
 def test_on_a_cpu_a_tied_head_takes_memory_of_its_own(shape_of: ShapeOf) -> None:
     shape, bytes_of_head = shape_of("llama-3.2-1b"), 128256 * 2048 * 2
-    on_cpu, on_gpu = (plan(SizingRequest(shape=shape, device=each)) for each in (cpu_device(64 * GIB), find_gpu("l4")))
+    on_cpu, on_gpu = (plan(SizingRequest(shape=shape, device=each)) for each in (CPU(64 * GIB), find_gpu("l4")))
     assert on_cpu.weights_bytes - on_gpu.weights_bytes == bytes_of_head
     assert not any("tied" in term.name for term in (*on_cpu.overhead, *on_gpu.overhead))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.sizing.budget import Budget
-from llmservice_planner.sizing.gpu import GIB, GPU, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, GIB, GPU, find_gpu
 from llmservice_planner.sizing.overhead import logits_row_bytes
 from llmservice_planner.sizing.plan import Plan, SizingError, SizingRequest, max_num_seqs_with, plan
 
@@ -177,7 +177,7 @@ def test_unknown_rates_leave_the_cap_as_the_bound(shape_of: ShapeOf) -> None:
 
 
 def test_a_cpu_gets_no_larger_batch_than_it_is_faster_with(shape_of: ShapeOf) -> None:
-    answer = plan(SizingRequest(shape=shape_of("qwen3-0.6b"), device=cpu_device(64 * GIB), max_model_len=1024))
+    answer = plan(SizingRequest(shape=shape_of("qwen3-0.6b"), device=CPU(64 * GIB), max_model_len=1024))
     assert (answer.limited_by, answer.max_num_seqs) == ("cap", 64)
 
 
@@ -224,9 +224,9 @@ def test_a_model_too_large_for_its_gpu_has_no_sequences(shape_of: ShapeOf) -> No
 
 
 def test_a_container_without_a_gpu_is_sized_by_its_memory(shape_of: ShapeOf) -> None:
-    request = SizingRequest(shape=shape_of("qwen3-0.6b"), device=cpu_device(8 * GIB), max_model_len=1024)
+    request = SizingRequest(shape=shape_of("qwen3-0.6b"), device=CPU(8 * GIB), max_model_len=1024)
     assert plan(request).fits
-    assert not plan(replace(request, device=cpu_device(3 * GIB // 2))).fits
+    assert not plan(replace(request, device=CPU(3 * GIB // 2))).fits
 
 
 def test_weights_that_were_read_replace_the_counted_ones(shape_of: ShapeOf) -> None:
@@ -269,7 +269,7 @@ def test_the_json_keys_are_those_that_users_read(shape_of: ShapeOf) -> None:
         ({"gpu_memory_utilization": float("nan")}, r"gpu_memory_utilization is nan"),
         ({"device_count": 3}, r"32 heads \(8 of them KV\) cannot be split over 3 GPUs: use 1, 2, 4, 8, 16"),
         ({"device_count": 0}, r"device_count is 0, expected at least 1"),
-        ({"device": cpu_device(GIB), "device_count": 2}, r"device_count is 2, expected 1 on a CPU"),
+        ({"device": CPU(GIB), "device_count": 2}, r"device_count is 2, expected 1 on a CPU"),
         ({"overhead_bytes_per_device": -1}, r"overhead_bytes_per_device is -1, expected no negative number"),
     ],
 )
@@ -281,10 +281,10 @@ def test_contradictory_requests_are_refused(shape_of: ShapeOf, change: dict[str,
 def test_quantised_weights_are_counted_as_the_device_holds_them(shape_of: ShapeOf) -> None:
     quantised = replace(shape_of("llama-3-70b"), quantization="awq")
     on_gpu = plan(SizingRequest(shape=quantised, device=H100, max_model_len=4096))
-    on_cpu = plan(SizingRequest(shape=quantised, device=cpu_device(80 * GIB), max_model_len=4096))
+    on_cpu = plan(SizingRequest(shape=quantised, device=CPU(80 * GIB), max_model_len=4096))
     fp8 = replace(quantised, quantization="fp8")
-    dense = plan(SizingRequest(shape=fp8, device=cpu_device(80 * GIB), max_model_len=4096))
-    int8 = plan(SizingRequest(shape=quantised, device=cpu_device(80 * GIB), max_model_len=4096, quantization="int8"))
+    dense = plan(SizingRequest(shape=fp8, device=CPU(80 * GIB), max_model_len=4096))
+    int8 = plan(SizingRequest(shape=quantised, device=CPU(80 * GIB), max_model_len=4096, quantization="int8"))
     assert on_gpu.weights_bytes / GIB == pytest.approx(37.3, abs=0.1)  # 68.5 billion x 0.523 + 2.1 billion x 2
     assert on_cpu.weights_bytes == on_gpu.weights_bytes
     assert dense.weights_bytes / GIB == pytest.approx(131.4, abs=0.1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.model.weight_counts import WeightCounts
-from llmservice_planner.sizing.gpu import GIB, GPUS, cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, GIB, GPUS, find_gpu
 from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_planner.sizing.remedies import find_remedies, longest_model_len
 
@@ -40,7 +40,7 @@ def _applied(request: SizingRequest, remedy: str) -> tuple[str, SizingRequest]:
         "quantised": lambda: replace(request, shape=replace(request.shape, quantization=_CODES[figure])),
         "count": lambda: replace(request, device_count=int(figure)),
         "gpu": lambda: replace(request, device=GPUS[figure]),
-        "container": lambda: replace(request, device=cpu_device(int(figure) * 2**20)),
+        "container": lambda: replace(request, device=CPU(int(figure) * 2**20)),
     }
     return kind, changes[kind]()
 
@@ -92,18 +92,18 @@ def test_a_smaller_gpu_than_the_proposed_one_does_not_fit(shape_of: ShapeOf) -> 
 
 
 def test_a_container_gets_its_required_memory(shape_of: ShapeOf) -> None:
-    request = SizingRequest(shape=shape_of("qwen3-0.6b"), device=cpu_device(GIB), max_model_len=4096)
+    request = SizingRequest(shape=shape_of("qwen3-0.6b"), device=CPU(GIB), max_model_len=4096)
     (remedy,) = plan(request).remedies
     kind, changed = _applied(request, remedy)
     assert kind == "container"
     assert plan(changed).fits
-    assert not plan(replace(changed, device=cpu_device(changed.device.memory_bytes - 3 * 2**20))).fits
+    assert not plan(replace(changed, device=CPU(changed.device.memory_bytes - 3 * 2**20))).fits
 
 
 @pytest.mark.parametrize(("gib", "kinds"), [(12, {"container", "int8"}), (9, {"container", "quantised"})])
 def test_quantised_weights_make_it_fit_a_container(shape_of: ShapeOf, gib: int, kinds: set[str]) -> None:
     """In 8 bits, or in 4 where those would be too large."""
-    request = SizingRequest(shape=shape_of("llama-3-8b"), device=cpu_device(gib * GIB), max_model_len=2048)
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=CPU(gib * GIB), max_model_len=2048)
     applied = dict(_applied(request, remedy) for remedy in plan(request).remedies)
     assert set(applied) == kinds
     assert all(plan(changed).fits for changed in applied.values())

@@ -9,7 +9,7 @@ import pytest
 
 from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.sizing.budget import Budget
-from llmservice_planner.sizing.gpu import cpu_device, find_gpu
+from llmservice_planner.sizing.gpu import CPU, find_gpu
 from llmservice_planner.sizing.plan import SizingError, SizingRequest, plan
 from llmservice_planner.sizing.workload import READING_S, WORKLOADS, Workload, for_workload
 
@@ -73,7 +73,7 @@ def test_explicit_fields_win(workload: Workload) -> None:
 @pytest.mark.parametrize("gpu", ["l4", "l40s", "h100-80gb", None])
 def test_every_setting_has_its_reason_and_the_model_still_fits(workload: Workload, gpu: str | None) -> None:
     shape = ENCODER if workload == "embeddings" else LLAMA3_8B
-    device = find_gpu(gpu) if gpu else cpu_device(32 * 2**30)
+    device = find_gpu(gpu) if gpu else CPU(32 * 2**30)
     before = SizingRequest(shape=shape, device=device, max_model_len=512 if shape.is_encoder else 8192)
     after = for_workload(before, workload)
     names = ("expected_tokens", "max_num_batched_tokens", "least_sequence_tokens", "bounded_by_ridge")

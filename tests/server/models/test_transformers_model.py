@@ -14,7 +14,7 @@ from llmservice_planner.commands.capacity import weights_of
 from llmservice_planner.model.families import UNSERVED
 from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.model.source import read_model
-from llmservice_planner.sizing.gpu import cpu_device
+from llmservice_planner.sizing.gpu import CPU
 from llmservice_planner.sizing.plan import SizingRequest, plan
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.backend.step_input import StepInput
@@ -369,7 +369,7 @@ def check_text(folder: Path, model: Any) -> None:
     assert started.model_code == ("transformers" if by_transformers else "own")
     figures = read_model(str(folder))
     weights = weights_of(figures, "float32", "auto")
-    request = SizingRequest(shape=figures.shape, device=cpu_device(1 << 30), weights_bytes=weights, dtype="float32")
+    request = SizingRequest(shape=figures.shape, device=CPU(1 << 30), weights_bytes=weights, dtype="float32")
     assert started.memory_bytes["weights"] == pytest.approx(plan(request).weights_bytes, rel=0.01)
 
 
