@@ -124,7 +124,7 @@ def plan(request: SizingRequest) -> Plan:
         ridge_tokens=latency.ridge_tokens if latency else None,
         itl_feasible=_itl_feasible(budget),
         explanation=explain(budget, overhead, max_num_seqs, bounds, limited_by),
-        remedies=() if budget.fits else find_remedies(request),
+        remedies=() if budget.fits else tuple(find_remedies(request)),
     )
 
 

@@ -15,13 +15,6 @@ from llmservice_planner.sizing.request import SizingRequest, can_shard
 _MAX_GPUS = 16
 
 
-def find_remedies(request: SizingRequest) -> tuple[str, ...]:
-    """Changes that each make `request` fit, the cheapest first; empty if it fits."""
-    if Budget.of(request).fits:
-        return ()
-    return tuple(_remedies(request))
-
-
 def longest_model_len(request: SizingRequest) -> int:
     """The longest max_model_len that fits, at most the requested one; 0 if none does."""
     lengths = range(1, request.model_len + 1)
@@ -33,7 +26,8 @@ def _fits_at(request: SizingRequest, length: int) -> bool:
     return Budget.of(replace(request, max_model_len=length, expected_tokens=expected)).fits
 
 
-def _remedies(request: SizingRequest) -> Iterator[str]:
+def find_remedies(request: SizingRequest) -> Iterator[str]:
+    """Changes that each make `request` fit, which does not, the cheapest first."""
     if length := longest_model_len(request):
         yield f"lower max_model_len from {request.model_len} to {length}"
     is_smaller = has_fp8(request.device) and request.resolved_kv_dtype != "fp8"

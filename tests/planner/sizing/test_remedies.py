@@ -73,7 +73,7 @@ def test_remedies_make_it_fit(
 
 
 def test_what_fits_needs_no_remedy(shape_of: ShapeOf) -> None:
-    assert find_remedies(_request(shape_of("llama-3-8b"), "h100", 8192)) == ()
+    assert plan(_request(shape_of("llama-3-8b"), "h100", 8192)).remedies == ()
 
 
 def test_a_smaller_count_than_the_proposed_one_does_not_fit(shape_of: ShapeOf) -> None:
