@@ -315,7 +315,7 @@ def _catalogue(output: str) -> str:
         raise CommandError("--list-gpus makes no manifest: leave out -o manifest")
     if output == "table":
         return gpu_table()
-    gpus = [asdict(gpu) | {"node_labels": list(gpu.node_labels)} for gpu in GPUS.values()]  # YAML has no tuples
+    gpus = [asdict(gpu) for gpu in GPUS.values()]
     return json.dumps(gpus, indent=2) if output == "json" else to_yaml(gpus)
 
 

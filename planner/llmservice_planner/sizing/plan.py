@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmservice_planner.model.encoders import ENCODER_BATCH
@@ -37,11 +37,11 @@ class Plan:
     """Sequences of `max_model_len` tokens that the pool holds: so many are never preempted."""
     expected_sequences: int
     """Typical sequences that the pool holds."""
+    limited_by: LimitedBy
     max_num_batched_tokens: int
     prefill_chunk_tokens: int
     """Of a step, at most for one prompt while others wait."""
     max_model_len: int
-    limited_by: LimitedBy
     weights_bytes: int
     kv_bytes_per_token: int
     overhead_bytes: int
@@ -66,30 +66,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `llmservice plan -o json`."""
-        return {
-            "fits": self.fits,
-            "max_num_seqs": self.max_num_seqs,
-            "guaranteed_sequences": self.guaranteed_sequences,
-            "expected_sequences": self.expected_sequences,
-            "limited_by": self.limited_by,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "prefill_chunk_tokens": self.prefill_chunk_tokens,
-            "max_model_len": self.max_model_len,
-            "weights_bytes": self.weights_bytes,
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "overhead_bytes": self.overhead_bytes,
+        content = asdict(self) | {
             "overhead": {term.name: term.total_bytes for term in self.overhead},
-            "kv_pool_bytes": self.kv_pool_bytes,
-            "block_size": self.block_size,
-            "num_blocks": self.num_blocks,
-            "sequence_bytes": self.sequence_bytes,
-            "shortfall_bytes": self.shortfall_bytes,
-            "decode_step_seconds": self.decode_step_s,
-            "ridge_tokens": self.ridge_tokens,
-            "itl_feasible": self.itl_feasible,
             "explanation": list(self.explanation),
             "remedies": list(self.remedies),
         }
+        return {"decode_step_seconds" if name == "decode_step_s" else name: value for name, value in content.items()}
 
 
 def plan(request: SizingRequest) -> Plan:
