@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmservice_planner.charts import COLOURS, GREY, PALE, entitle, figure, style, text_chart
 from llmservice_planner.sizing.budget import Budget
-from llmservice_planner.sizing.latency import LatencyModel, StepBatch, attention_pairs
+from llmservice_planner.sizing.latency import LatencyModel, StepBatch
 from llmservice_planner.sizing.request import CAP_OF_CPU, MAX_NUM_SEQS_CAP
 
 if TYPE_CHECKING:
@@ -163,12 +163,14 @@ def most_sequences(budget: Budget, typical: TypicalRequest) -> tuple[int, str]:
 def _point(model: LatencyModel, typical: TypicalRequest, num_seqs: int) -> CurvePoint:
     decode_s, chunk_s = _decode_s(model, typical, num_seqs), _step_with_prompts_s(model, typical, num_seqs)
     chunked = _steps_with_prompts(typical, num_seqs)
+    context_tokens = num_seqs * typical.context_tokens
+    prefill_s = model.prefill_s(typical.prompt_tokens, typical.chunk_tokens, num_seqs, context_tokens)
     return CurvePoint(
         num_seqs=num_seqs,
         tokens_per_s=_tokens_per_s(model, typical, num_seqs),
         itl_p50_s=chunk_s if chunked >= 1 / 2 else decode_s,
         itl_p99_s=chunk_s if chunked > _TAIL else decode_s,
-        ttft_s=(chunk_s if chunked > _TAIL else decode_s) + _prefill_s(model, typical, num_seqs),
+        ttft_s=(chunk_s if chunked > _TAIL else decode_s) + prefill_s,
         bound=_bound(model, _mean_batch(typical, num_seqs)),
     )
 
@@ -196,16 +198,6 @@ def _mean_batch(typical: TypicalRequest, num_seqs: float) -> StepBatch:
     tokens = share * typical.prompt_tokens
     pairs = tokens * (typical.prompt_tokens + 1) / 2
     return StepBatch(num_seqs, num_seqs * typical.context_tokens, tokens, share, pairs)
-
-
-def _prefill_s(model: LatencyModel, typical: TypicalRequest, num_seqs: float) -> float:
-    """A prompt's own steps, in which the others decode."""
-    seconds, start, context = 0.0, 0, num_seqs * typical.context_tokens
-    while start < typical.prompt_tokens:
-        size = min(typical.chunk_tokens, typical.prompt_tokens - start)
-        seconds += model.seconds(StepBatch(num_seqs, context, size, 1, attention_pairs(start, size)))
-        start += size
-    return seconds
 
 
 def _tokens_per_s(model: LatencyModel, typical: TypicalRequest, num_seqs: float) -> float:

@@ -246,15 +246,17 @@ class LatencyModel:
             read += self.window_share * (in_window - read)
         return steps * self._base_s(num_seqs, num_seqs) + self.kv_token_s * read
 
-    def prefill_s(self, num_tokens: int, cached_tokens: int = 0, chunk: int | None = None) -> float:
-        """Of a prompt of `num_tokens` alone in its steps, of which the first `cached_tokens` are in the cache.
+    def prefill_s(
+        self, num_tokens: int, chunk: int | None = None, num_seqs: float = 0, context_tokens: float = 0
+    ) -> float:
+        """Of the steps that compute a prompt of `num_tokens`, and in each decode a token for `num_seqs` sequences.
 
-        `chunk`: tokens of a step at most; None: one step.
+        `chunk`: prompt tokens of a step at most; None: one step. `context_tokens`: of these sequences, their sum.
         """
-        seconds, start = 0.0, cached_tokens
+        seconds, start = 0.0, 0
         while start < num_tokens:
             size = min(num_tokens - start, chunk or num_tokens)
-            seconds += self.seconds(StepBatch(0, 0, size, 1, attention_pairs(start, size)))
+            seconds += self.seconds(StepBatch(num_seqs, context_tokens, size, 1, attention_pairs(start, size)))
             start += size
         return seconds
 

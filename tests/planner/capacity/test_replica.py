@@ -111,7 +111,7 @@ def test_prefill_alone_is_full_steps() -> None:
 def test_unloaded_request_waits_for_nothing() -> None:
     point = operating_point(MODEL, LIMITS, Work(3000, 100, 3050), 0)
     assert point is not None
-    assert point.ttft_p99_s == pytest.approx(MODEL.prefill_s(3000, chunk=1500), rel=1e-3)
+    assert point.ttft_p99_s == pytest.approx(MODEL.prefill_s(3000, 1500), rel=1e-3)
     assert point.itl_p99_s == pytest.approx(MODEL.decode_s(1, 3050))
 
 

@@ -78,17 +78,12 @@ def test_a_run_of_decode_steps_takes_the_sum_of_its_steps(
     assert model.decode_run_s(num_seqs, context, steps) == pytest.approx(math.fsum(each), rel=1e-9)
 
 
-@given(models, st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 5000))
-def test_the_chunks_of_a_prompt_have_all_its_pairs(
-    model: LatencyModel, num_tokens: int, cached_tokens: int, chunk: int
-) -> None:
+@given(models, st.integers(1, 5000), st.integers(1, 5000))
+def test_the_chunks_of_a_prompt_have_all_its_pairs(model: LatencyModel, num_tokens: int, chunk: int) -> None:
     model = replace(model, window_share=0.0)
     only_pairs = LatencyModel(0, 0, 0, 0, 0, pair_s=1.0)
-    cached = min(cached_tokens, num_tokens)
-    pairs = attention_pairs(0, num_tokens) - attention_pairs(0, cached)
-    assert only_pairs.prefill_s(num_tokens, cached, chunk) == pytest.approx(pairs, abs=0)
-    if cached < num_tokens:
-        assert model.prefill_s(num_tokens, cached, chunk) >= model.prefill_s(num_tokens, cached) * (1 - 1e-12)
+    assert only_pairs.prefill_s(num_tokens, chunk) == pytest.approx(attention_pairs(0, num_tokens), abs=0)
+    assert model.prefill_s(num_tokens, chunk) >= model.prefill_s(num_tokens) * (1 - 1e-12)
 
 
 @given(models)
@@ -167,12 +162,6 @@ def test_prefill_is_bound_by_arithmetic_and_its_quadratic_part(shape_of: ShapeOf
     attention = 4 * 32 * 4096 * attention_pairs(0, 4096) / (312e12 * ATTENTION_SHARE)
     assert model.prefill_s(4096) == pytest.approx(matrices + attention, rel=0.01)
     assert model.prefill_s(65536) > 1.5 * 16 * model.prefill_s(4096)
-
-
-def test_cached_tokens_are_not_computed_again(shape_of: ShapeOf) -> None:
-    model = _model(shape_of("llama-3-8b"))
-    assert model.prefill_s(4096, cached_tokens=4096) == 0
-    assert model.prefill_s(4096, cached_tokens=2048) < 0.55 * model.prefill_s(4096)
 
 
 def test_few_tokens_read_few_experts(shape_of: ShapeOf) -> None:
