@@ -111,8 +111,6 @@ class OperatingPoint:
 
     num_seqs: float
     """Sequences that decode at once, on average."""
-    step_s: float
-    """Mean time of a step, which is the mean time between tokens."""
     itl_p99_s: float
     ttft_p99_s: float
 
@@ -122,13 +120,8 @@ class ReplicaCapacity:
     """The full rate of a replica; plan for `UTILISATION` of it. All zero where no request meets the targets."""
 
     requests_per_s: float
-    prompt_tokens_per_s: float
-    """Computed ones."""
-    output_tokens_per_s: float
     num_seqs: float
     """Sequences that decode at once, at the full rate."""
-    step_s: float
-    """Mean time of a step at the full rate."""
     itl_s: float
     """p99 at the full rate."""
     ttft_s: float
@@ -152,10 +145,7 @@ def replica_capacity(
     point = operating_point(model, limits, work, UTILISATION * rate)
     return ReplicaCapacity(
         requests_per_s=rate,
-        prompt_tokens_per_s=rate * work.prompt_tokens,
-        output_tokens_per_s=rate * work.output_tokens,
         num_seqs=found if rate else 0.0,
-        step_s=replica.mean_step_s(found),
         itl_s=replica.itl_p99_s(found),
         ttft_s=point.ttft_p99_s if point else math.inf,
         limited_by=limited_by,
@@ -172,7 +162,6 @@ def operating_point(
         return None
     return OperatingPoint(
         num_seqs=num_seqs,
-        step_s=replica.mean_step_s(num_seqs),
         itl_p99_s=replica.itl_p99_s(num_seqs),
         ttft_p99_s=replica.ttft_p99_s(num_seqs, requests_per_s),
     )

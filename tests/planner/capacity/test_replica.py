@@ -24,6 +24,7 @@ from llmservice_planner.capacity.replica import (
     ReplicaLimits,
     Work,
     operating_point,
+    rate_of,
     replica_capacity,
 )
 from llmservice_planner.model.block_groups import BlockGroups
@@ -105,7 +106,6 @@ def test_prefill_alone_is_full_steps() -> None:
     found = capacity(Work(prompt_tokens=512, output_tokens=1, context_tokens=512), replace(LIMITS, kv_tokens=1e9))
     full = MODEL.seconds(StepBatch(0, 0, 2048, 4, 4 * 512 * 513 // 2))
     assert found.requests_per_s == pytest.approx(4 / full, rel=0.02)
-    assert found.prompt_tokens_per_s == pytest.approx(2048 / full, rel=0.02)
 
 
 def test_unloaded_request_waits_for_nothing() -> None:
@@ -187,7 +187,6 @@ def test_formulas_agree_with_the_scheduler_in_simulated_time(
     assert found is not None
     simulated = simulate(limits, rate, 1500)
     assert found.num_seqs == pytest.approx(simulated.num_seqs, rel=0.15)
-    assert found.step_s == pytest.approx(simulated.step_s, rel=0.15)
     assert found.itl_p99_s == pytest.approx(simulated.itl_p99_s, rel=0.25)
     if waits_for_prompts_alone:
         assert found.ttft_p99_s == pytest.approx(simulated.ttft_p99_s, rel=0.25)
@@ -203,11 +202,12 @@ def test_formulas_agree_with_the_scheduler_in_simulated_time(
 )
 def test_a_full_replica_finishes_nearly_what_the_formulas_say(limits: ReplicaLimits) -> None:
     """Requests that wait for the cache begin in groups, when one that is large has ended: nothing here counts that."""
-    full = capacity(Work.of(LENGTHS), limits)
+    work = Work.of(LENGTHS)
+    full = capacity(work, limits)
     found = run(limits, 1.25 * full.requests_per_s, 2000)
     last_s = found.requests[-1].arrival_s
     tokens = sum(each.num_tokens for each in found.requests if last_s / 4 < (each.ended_s or 0.0) < last_s)
-    assert 0.93 < tokens / (last_s * 3 / 4) / full.output_tokens_per_s < 1.02
+    assert 0.93 < tokens / (last_s * 3 / 4) / (full.requests_per_s * work.output_tokens) < 1.02
 
 
 @pytest.mark.slow
@@ -233,7 +233,6 @@ def simulate(
     assert ttft_p99_s is not None
     return OperatingPoint(
         num_seqs=decoding_s / found.requests[-1].arrival_s,
-        step_s=decoding_s / found.gaps.total,
         itl_p99_s=itl_p99_s,
         ttft_p99_s=ttft_p99_s,
     )
@@ -268,10 +267,8 @@ def test_rate_is_within_every_bound(
     found = replica_capacity(model, limits, work, ttft, itl)
     assert found.num_seqs <= limits.max_num_seqs
     assert found.num_seqs * work.context_tokens <= max(limits.kv_tokens, found.num_seqs) * 1.0001
-    steps = 1 / found.step_s
-    assert found.prompt_tokens_per_s <= limits.max_num_batched_tokens * steps * 1.0001
-    assert found.prompt_tokens_per_s == pytest.approx(found.requests_per_s * work.prompt_tokens)
-    assert found.output_tokens_per_s == pytest.approx(found.requests_per_s * work.output_tokens)
+    prompt_tokens_of_a_step = found.num_seqs / max(work.output_tokens - 1, 1e-3) * work.prompt_tokens
+    assert prompt_tokens_of_a_step <= limits.max_num_batched_tokens * 1.0001
     if itl is not None and found.requests_per_s and work.output_tokens > 1:
         assert found.itl_s <= itl * 1.0001
     if ttft is not None and found.requests_per_s:
@@ -323,7 +320,7 @@ def test_raising_only_what_limits_the_rate_raises_it(
 
 @settings(deadline=None)
 @given(models, limits_, works, st.floats(0.05, 0.95))
-def test_operating_point_keeps_littles_law_and_waits_grow_with_the_rate(
+def test_operating_point_is_that_of_the_rate_and_waits_grow_with_it(
     model: LatencyModel, limits: ReplicaLimits, work: Work, share: float
 ) -> None:
     full = replica_capacity(model, limits, work)
@@ -331,8 +328,7 @@ def test_operating_point_keeps_littles_law_and_waits_grow_with_the_rate(
     busier = operating_point(model, limits, work, min(1.0, share * 1.05) * full.requests_per_s)
     assert point is not None
     assert busier is not None
-    decoded = max(work.output_tokens - 1, 1e-3)
-    assert point.num_seqs == pytest.approx(share * full.requests_per_s * decoded * point.step_s, rel=1e-3)
+    assert rate_of(model, limits, work, point.num_seqs) == pytest.approx(share * full.requests_per_s, rel=1e-3)
     assert point.num_seqs <= busier.num_seqs
     assert point.ttft_p99_s <= busier.ttft_p99_s * SLACK or math.isinf(busier.ttft_p99_s)
     planned = operating_point(model, limits, work, UTILISATION * full.requests_per_s)
