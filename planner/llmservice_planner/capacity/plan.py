@@ -168,7 +168,7 @@ def replica_limits(sizing: Plan, budget: Budget, work: Work) -> ReplicaLimits:
     kv_tokens = _WITHOUT_CACHE_TOKENS
     if sizing.kv_bytes_per_token:
         context = max(1, round(work.context_tokens))
-        kv_tokens = (sizing.num_blocks - 1) / budget.sequence_blocks(context) * context
+        kv_tokens = (sizing.num_blocks - 1) / budget.groups.blocks(context) * context
     num_seqs, tokens = max(1, sizing.max_num_seqs), sizing.max_num_batched_tokens
     return ReplicaLimits(num_seqs, kv_tokens, tokens, sizing.prefill_chunk_tokens)
 

@@ -99,10 +99,6 @@ class Budget:
         """Memory for KV blocks and rows of logits; negative if the weights are too large."""
         return self.usable_bytes - self.weights_bytes - sum(term.total_bytes for term in self.fixed_overhead)
 
-    def sequence_blocks(self, tokens: int) -> int:
-        """The maximum number of blocks of a sequence of `tokens`, in all groups of layers."""
-        return self.groups.blocks(tokens)
-
     @property
     def most_sequences(self) -> int:
         """As many of `least_sequence_tokens` as fit, each with its row of logits, beside one of the full length.
@@ -112,9 +108,9 @@ class Budget:
         if self.request.shape.is_encoder:
             return ENCODER_BATCH
         room = self.free_bytes - NULL_BLOCKS * self.block_bytes
-        most = room // (self.sequence_blocks(self.request.least_sequence_tokens) * self.block_bytes + self.row_bytes)
+        most = room // (self.groups.blocks(self.request.least_sequence_tokens) * self.block_bytes + self.row_bytes)
         if self.row_bytes:
-            longest_bytes = self.sequence_blocks(self.request.model_len) * self.block_bytes
+            longest_bytes = self.groups.blocks(self.request.model_len) * self.block_bytes
             most = min(most, (room - longest_bytes) // self.row_bytes)
         return max(0, most)
 
@@ -127,7 +123,7 @@ class Budget:
         if not self.row_bytes:
             return None
         room = max(0, self.free_bytes)
-        typical = room // (self.sequence_blocks(self.request.typical_tokens) * self.block_bytes + self.row_bytes)
+        typical = room // (self.groups.blocks(self.request.typical_tokens) * self.block_bytes + self.row_bytes)
         return max(1, int(_ROWS_SHARE * room) // self.row_bytes, 2 * typical)
 
     def sequences(self, tokens: int, max_num_seqs: int) -> int:
@@ -138,7 +134,7 @@ class Budget:
         if self.request.shape.is_encoder:
             return min(max_num_seqs, self.step.total // tokens)
         blocks = self.pool_bytes(max_num_seqs) // self.block_bytes - NULL_BLOCKS
-        return max(0, blocks // self.sequence_blocks(tokens))
+        return max(0, blocks // self.groups.blocks(tokens))
 
     def context_tokens(self, num_seqs: int) -> int:
         """Tokens in the cache of each of `num_seqs` typical sequences; the pool may hold fewer."""
@@ -161,7 +157,7 @@ class Budget:
     def shortfall_bytes(self) -> int:
         """The missing memory for one sequence of the full length; 0 if it fits."""
         rows = self.request.max_num_seqs or 1
-        blocks = NULL_BLOCKS + self.sequence_blocks(self.request.model_len)
+        blocks = NULL_BLOCKS + self.groups.blocks(self.request.model_len)
         return max(0, blocks * self.block_bytes + rows * self.row_bytes - self.free_bytes)
 
     @property

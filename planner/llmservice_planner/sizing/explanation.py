@@ -171,7 +171,7 @@ def _pool(budget: Budget, overhead: tuple[OverheadTerm, ...], max_num_seqs: int)
 def _sequences(budget: Budget, max_num_seqs: int) -> Iterator[str]:
     request = budget.request
     for label, tokens in (("guaranteed", request.model_len), ("expected", request.typical_tokens)):
-        blocks = budget.sequence_blocks(tokens)
+        blocks = budget.groups.blocks(tokens)
         yield (
             f"{label}: {budget.sequences(tokens, max_num_seqs)} sequences of {tokens} tokens{_sliding(request)} fit, "
             f"each {blocks} blocks, {format_bytes(blocks * budget.block_bytes)}"

@@ -100,7 +100,7 @@ def plan(request: SizingRequest) -> Plan:
         kv_pool_bytes=pool_bytes,
         block_size=request.block_size,
         num_blocks=pool_bytes // budget.block_bytes if budget.block_bytes else 0,
-        sequence_bytes=budget.sequence_blocks(request.model_len) * budget.block_bytes,
+        sequence_bytes=budget.groups.blocks(request.model_len) * budget.block_bytes,
         shortfall_bytes=budget.shortfall_bytes,
         decode_step_s=budget.decode_step_s(max_num_seqs) if max_num_seqs else None,
         ridge_tokens=latency.ridge_tokens if latency else None,

@@ -76,7 +76,7 @@ def test_what_is_planned_fits_into_what_there_is(request: SizingRequest) -> None
 @given(requests())
 def test_guaranteed_sequences_never_need_more_blocks_than_there_are(request: SizingRequest) -> None:
     answer = plan(replace(request, max_num_seqs=None))
-    blocks_each = Budget.of(request).sequence_blocks(request.model_len)
+    blocks_each = Budget.of(request).groups.blocks(request.model_len)
     assert answer.guaranteed_sequences * blocks_each <= max(0, answer.num_blocks - 1)
     assert answer.guaranteed_sequences >= 1 or not answer.fits
 
@@ -126,4 +126,4 @@ def test_the_shortfall_is_exactly_what_is_missing(request: SizingRequest) -> Non
 def test_blocks_of_a_sequence(shape_of: ShapeOf, model: str, tokens: int, blocks: int) -> None:
     shape = replace(shape_of(model), max_position_embeddings=None)
     request = SizingRequest(shape=shape, device=find_gpu("h100"), max_model_len=tokens, max_num_batched_tokens=2048)
-    assert Budget.of(request).sequence_blocks(tokens) == blocks
+    assert Budget.of(request).groups.blocks(tokens) == blocks
