@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -57,7 +57,7 @@ window; returns a tensor like the queries. Causal; the last query of a sequence 
 def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, window: int | None
 ) -> torch.Tensor:
-    """A `VarlenFunction`. Raises ImportError if torch has none (before 2.10)."""
+    """A `VarlenFunction`."""
     from torch.nn.attention.varlen import varlen_attn
 
     has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 always accepts grouped heads
@@ -77,35 +77,6 @@ def by_torch(
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenTables:
-    """A step's chunks for `varlen_attn`, on the host."""
-
-    query_bounds: Int32Array  # [num_chunks + 1]
-    key_bounds: Int32Array  # [num_chunks + 1]
-    query_rows: Int32Array  # [num_queries], of the step's tokens
-    key_rows: Int32Array  # [num_keys]: of the first head's key, in the cache viewed as rows of head_dim
-    longest_chunk: int
-    longest_sequence: int
-
-    @classmethod
-    def of(cls, tables: StepTables, shape: KVCacheShape) -> VarlenTables:
-        """The step has at least one chunk."""
-        first_rows, starts, counts = tables.chunks.astype(np.int64).T
-        lengths = starts + counts
-        sequence, position = positions_of(np.zeros_like(lengths), lengths)
-        blocks = tables.blocks[tables.chunk_firsts[sequence] + position // shape.block_size].astype(np.int64)
-        rows_before = blocks * shape.num_kv_heads * 2 * shape.block_size
-        return cls(
-            query_bounds=_bounds(counts),
-            key_bounds=_bounds(lengths),
-            query_rows=positions_of(first_rows, counts)[1].astype(np.int32),
-            key_rows=(rows_before + position % shape.block_size).astype(np.int32),
-            longest_chunk=int(counts.max()),
-            longest_sequence=int(lengths.max()),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class VarlenChunks:
     """The chunks of a step, on the device."""
 
@@ -113,19 +84,25 @@ class VarlenChunks:
     bounds: Bounds
     query_rows: torch.Tensor  # int64 [num_queries], of the step's tokens
     rows: torch.Tensor  # int32 [2 * num_keys * num_kv_heads]: keys before values, the heads of a token adjacent
+    """In the cache viewed as rows of head_dim."""
 
     @classmethod
-    def of(
-        cls, attend: VarlenFunction, tables: VarlenTables, shape: KVCacheShape, device: torch.device
-    ) -> VarlenChunks:
-        query_bounds, key_bounds, query_rows, key_rows = tables_to_device(
-            [tables.query_bounds, tables.key_bounds, tables.query_rows, tables.key_rows], device
+    def of(cls, attend: VarlenFunction, tables: StepTables, shape: KVCacheShape, device: torch.device) -> VarlenChunks:
+        """The step has at least one chunk."""
+        first_rows, starts, counts = tables.chunks.astype(np.int64).T
+        lengths = starts + counts
+        sequence, position = positions_of(np.zeros_like(lengths), lengths)
+        blocks = tables.blocks[tables.chunk_firsts[sequence] + position // shape.block_size].astype(np.int64)
+        key_rows = blocks * (shape.num_kv_heads * 2 * shape.block_size) + position % shape.block_size
+        query_rows = positions_of(first_rows, counts)[1]
+        query_bounds, key_bounds, query_rows_there, key_rows_there = tables_to_device(
+            [_bounds(counts), _bounds(lengths), query_rows.astype(np.int32), key_rows.astype(np.int32)], device
         )
         kinds = torch.arange(2, dtype=torch.int32, device=device) * shape.block_size
         heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device) * 2 * shape.block_size
-        rows = key_rows[None, :, None] + kinds[:, None, None] + heads
-        bounds = Bounds(query_bounds, key_bounds, tables.longest_chunk, tables.longest_sequence)
-        return cls(attend, bounds, query_rows.long(), rows.flatten())
+        rows = key_rows_there[None, :, None] + kinds[:, None, None] + heads
+        bounds = Bounds(query_bounds, key_bounds, int(counts.max()), int(lengths.max()))
+        return cls(attend, bounds, query_rows_there.long(), rows.flatten())
 
     def __call__(
         self,
@@ -158,7 +135,7 @@ class Varlen:
         num_keys = int(tables.chunks[:, 1:].sum())
         if not 0 < num_keys <= self.max_keys:
             return None
-        return VarlenChunks.of(self.attend, VarlenTables.of(tables, shape), shape, device)
+        return VarlenChunks.of(self.attend, tables, shape, device)
 
 
 def why_varlen_cannot_serve(shape: KVCacheShape, dtype: torch.dtype) -> str | None:
@@ -179,45 +156,14 @@ def _bounds(counts: np.typing.NDArray[np.int64]) -> Int32Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One implementation."""
-
-    name: str
-    why_unusable: Callable[[], str | None]  # a phrase; None if it is usable
-    seconds: Callable[[], float]  # measured time; called only if it is usable
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     name: str
-    reason: str  # every candidate's time, or why it is unusable
+    reason: str  # the time of each, or why it is unusable
 
 
-def choose_fastest(candidates: Sequence[Candidate]) -> Choice:
-    """The first of the candidates unless another is faster by a twentieth; of several such ones the fastest."""
-    times: dict[str, float] = {}
-    reasons = []
-    for candidate in candidates:
-        problem, taken_s = _timed(candidate)
-        if problem is not None:
-            reasons.append(f"{candidate.name} is unusable: {problem}")
-        else:
-            times[candidate.name] = taken_s
-            reasons.append(f"{candidate.name} {taken_s * 1e3:.3g} ms")
-    first = candidates[0].name
-    if first in times:
-        times[first] *= 1 - _MIN_GAIN
-    chosen = min(times, key=lambda name: times[name], default=first)
-    return Choice(chosen, ", ".join(reasons))
-
-
-def _timed(candidate: Candidate) -> tuple[str | None, float]:
-    """Why it is unusable, or its time."""
-    try:
-        problem = candidate.why_unusable()
-        return problem, candidate.seconds() if problem is None else 0.0
-    except Exception as error:  # of a compiler, a driver or a GPU: another candidate is used
-        return first_line(error), 0.0
+def fastest(times: Mapping[str, float]) -> str:
+    """Ours, unless torch's is faster by a twentieth. times: of those that are usable."""
+    return min(times, key=lambda name: times[name] * (1 - _MIN_GAIN if name == OURS else 1), default=OURS)
 
 
 def choose_chunk_attention(
@@ -229,21 +175,18 @@ def choose_chunk_attention(
 ) -> Choice:
     """Time our kernel and `attend` on a chunk after as many cached tokens. Takes milliseconds and frees its memory."""
     count = max(2, min(_MAX_TOKENS, max_num_batched_tokens) // 2)
-
-    def candidate(name: str, varlen: Varlen | None, why_unusable: Callable[[], str | None]) -> Candidate:
-        one_layer = replace(shape, windows=shape.windows[:1])
-        return Candidate(name, why_unusable, lambda: _seconds(one_layer, dtype, device, count, varlen))
-
-    return choose_fastest(
-        [
-            candidate(OURS, None, lambda: None),  # checked before
-            candidate(
-                TORCH_VARLEN,
-                Varlen(attend, max_num_batched_tokens),
-                lambda: _why_varlen_is_unusable(shape, dtype, device, attend),
-            ),
-        ]
-    )
+    one_layer = replace(shape, windows=shape.windows[:1])
+    times: dict[str, float] = {}
+    reasons = []
+    for name, varlen in ((OURS, None), (TORCH_VARLEN, Varlen(attend, max_num_batched_tokens))):
+        try:  # ours was checked before
+            problem = None if varlen is None else _why_varlen_is_unusable(shape, dtype, device, attend)
+            if problem is None:
+                times[name] = _seconds(one_layer, dtype, device, count, varlen)
+        except Exception as error:  # of a compiler, a driver or a GPU: the other is used
+            problem = first_line(error)
+        reasons.append(f"{name} {times[name] * 1e3:.3g} ms" if problem is None else f"{name} is unusable: {problem}")
+    return Choice(fastest(times), ", ".join(reasons))
 
 
 def _why_varlen_is_unusable(

@@ -4,7 +4,6 @@ A double replaces it, written from its documentation.
 """
 
 import importlib
-import math
 import re
 from typing import Any
 
@@ -20,14 +19,13 @@ from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
 from llmservice_server.backend.cuda.varlen import (
     OURS,
+    TORCH_VARLEN,
     Bounds,
-    Candidate,
     Varlen,
     VarlenChunks,
-    VarlenTables,
     by_torch,
     choose_chunk_attention,
-    choose_fastest,
+    fastest,
     why_varlen_cannot_serve,
 )
 from llmservice_server.backend.step_input import StepInput
@@ -110,15 +108,17 @@ def test_a_step_without_chunks_does_not_use_it() -> None:
 
 def test_key_rows_in_the_cache() -> None:
     step = StepInput.of([(7, 1, [5]), (0, 2, [4]), (15, 3, [6, 2])])
-    tables = VarlenTables.of(StepTables.of(step, 16), SHAPE)
-    assert tables.query_bounds.tolist() == [0, 2, 5]
-    assert tables.key_bounds.tolist() == [0, 2, 20]
-    assert tables.query_rows.tolist() == [1, 2, 3, 4, 5]
+    chunks = VarlenChunks.of(by_torch, StepTables.of(step, 16), SHAPE, CPU)
+    assert chunks.bounds.queries.tolist() == [0, 2, 5]
+    assert chunks.bounds.keys.tolist() == [0, 2, 20]
+    assert chunks.query_rows.tolist() == [1, 2, 3, 4, 5]
     per_block = 2 * 2 * 16  # heads, keys and values, tokens
     expected = [4 * per_block + token for token in range(2)] + [6 * per_block + token for token in range(16)]
-    assert tables.key_rows.tolist() == [*expected, 2 * per_block, 2 * per_block + 1]
-    assert (tables.longest_chunk, tables.longest_sequence) == (3, 18)
-    assert tables.key_rows.dtype == np.int32
+    first_keys = [*expected, 2 * per_block, 2 * per_block + 1]
+    rows = [[row + kind * 16 + head * 32 for row in first_keys for head in range(2)] for kind in range(2)]
+    assert chunks.rows.tolist() == rows[0] + rows[1]
+    assert (chunks.bounds.max_queries, chunks.bounds.max_keys) == (3, 18)
+    assert chunks.rows.dtype == torch.int32
 
 
 class Recorded(TorchDispatchMode):
@@ -212,47 +212,29 @@ def test_without_torchs_kernel_ours_is_chosen() -> None:
     assert re.match(r"triton [\d.e+]+ ms, varlen_attn is unusable: NotImplementedError", choice.reason)
 
 
-def candidate(name: str, seconds: float, problem: str | None = None) -> Candidate:
-    return Candidate(name, lambda: problem, lambda: seconds)
+def test_a_candidate_that_fails_while_it_is_timed_is_unusable() -> None:
+    class Raises(Documented):
+        def __call__(self, *args: Any) -> torch.Tensor:
+            if self.num_calls == 4:
+                raise RuntimeError("CUDA out of memory\nand a long story")
+            return super().__call__(*args)
+
+    choice = choose_chunk_attention(SMALL, torch.bfloat16, CPU, 8, Raises())
+    assert choice.name == OURS
+    assert choice.reason.endswith(" ms, varlen_attn is unusable: RuntimeError: CUDA out of memory")
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "expected"),
+    ("times", "expected"),
     [
-        (1.0, 0.5, "theirs"),
-        (1.0, 0.94, "theirs"),
-        (1.0, 0.96, "ours"),  # a measurement may be off by as much
-        (1.0, 2.0, "ours"),
+        ({OURS: 1.0, TORCH_VARLEN: 0.5}, TORCH_VARLEN),
+        ({OURS: 1.0, TORCH_VARLEN: 0.94}, TORCH_VARLEN),
+        ({OURS: 1.0, TORCH_VARLEN: 0.96}, OURS),  # a measurement may be off by as much
+        ({OURS: 1.0, TORCH_VARLEN: 2.0}, OURS),
+        ({OURS: 1.0}, OURS),
+        ({TORCH_VARLEN: 9.0}, TORCH_VARLEN),
+        ({}, OURS),
     ],
 )
-def test_another_candidate_must_be_faster_by_a_twentieth(ours: float, theirs: float, expected: str) -> None:
-    assert choose_fastest([candidate("ours", ours), candidate("theirs", theirs)]).name == expected
-
-
-def test_the_fastest_of_several_faster_candidates_is_chosen() -> None:
-    assert choose_fastest([candidate("ours", 3.0), candidate("good", 2.0), candidate("best", 1.0)]).name == "best"
-
-
-def test_the_reason_has_all_times() -> None:
-    choice = choose_fastest([candidate("ours", 1.5e-3), candidate("theirs", 0.25e-3)])
-    assert choice.reason == "ours 1.5 ms, theirs 0.25 ms"
-
-
-def test_an_unusable_candidate_is_not_timed_and_the_reason_says_why() -> None:
-    untimed = Candidate("theirs", lambda: "there is none in this build", lambda: math.nan)
-    choice = choose_fastest([candidate("ours", 1e-3), untimed])
-    assert choice.name == "ours"
-    assert choice.reason == "ours 1 ms, theirs is unusable: there is none in this build"
-
-
-def test_a_candidate_that_raises_is_unusable() -> None:
-    def raises() -> float:
-        raise RuntimeError("CUDA out of memory\nand a long story")
-
-    choice = choose_fastest([candidate("ours", 1e-3), Candidate("theirs", lambda: None, raises)])
-    assert (choice.name, choice.reason) == ("ours", "ours 1 ms, theirs is unusable: RuntimeError: CUDA out of memory")
-
-
-def test_without_ours_a_usable_candidate_is_chosen_and_without_any_ours() -> None:
-    assert choose_fastest([candidate("ours", 1.0, "broken"), candidate("theirs", 9.0)]).name == "theirs"
-    assert choose_fastest([candidate("ours", 1.0, "broken"), candidate("theirs", 9.0, "broken")]).name == "ours"
+def test_torchs_kernel_must_be_faster_by_a_twentieth(times: dict[str, float], expected: str) -> None:
+    assert fastest(times) == expected
