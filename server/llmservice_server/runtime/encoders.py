@@ -21,7 +21,7 @@ from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.runtime.embeddings import BatchEmbedder
 from llmservice_server.runtime.memory import usable_bytes
-from llmservice_server.runtime.startup import choose_device, with_step_tokens
+from llmservice_server.runtime.startup import check_context, choose_device, with_step_tokens
 from llmservice_server.runtime.vector_format import VectorFormat, pool
 from llmservice_server.runtime.weight_files import weight_files
 from llmservice_server.types.checkpoint_config import architectures, read_json_object
@@ -238,10 +238,7 @@ def _shape(folder: Path) -> ModelShape:
 def _longest(shape: ModelShape, config: EngineConfig) -> int:
     """Tokens of one input."""
     context = shape.max_position_embeddings or 1
-    if config.max_model_len is not None and config.max_model_len > context:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is beyond the model's context of {context} tokens: lower it"
-        )
+    check_context(config, context)
     return config.max_model_len or shape.default_model_len or context
 
 

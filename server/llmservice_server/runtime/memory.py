@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmservice_planner.model.block_groups import BlockGroups
+from llmservice_planner.sizing.explanation import format_bytes
 from llmservice_planner.sizing.overhead import PROCESS_BYTES
 from llmservice_planner.sizing.request import LEAST_SEQUENCE_TOKENS
 from llmservice_server.backend.base import Backend, Model
@@ -17,7 +18,6 @@ from llmservice_server.runtime.runner import ModelRunner, staging_bytes
 from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.types.errors import OutOfMemoryError
 
-GIB = 1 << 30
 _PROBE_TOKENS = 16
 
 
@@ -91,9 +91,15 @@ def _full_step(model: Model, backend: Backend, config: EngineConfig) -> tuple[Mo
 
 
 def _estimate(model: Model, config: EngineConfig) -> int:
+    """Of a step's intermediates on a CPU, where measuring them would take long.
+
+    A layer holds a few tensors of all tokens' rows at a time, the widest of them the fused projections; the sampler
+    holds float32 logits of all sequences about three times over.
+    """
     shape = model.config
     widest = max(shape.mlp_width, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
-    return activation_bytes(config.step_tokens, config.most_seqs, widest, shape.vocab_size, model.dtype.itemsize)
+    layer_bytes = 4 * config.step_tokens * widest * model.dtype.itemsize
+    return layer_bytes + 3 * config.most_seqs * shape.vocab_size * 4
 
 
 def plan_kv_cache(
@@ -111,8 +117,8 @@ def plan_kv_cache(
     need = (groups.blocks(max_model_len) + 1) * bytes_per_block
     remedy = f"lower it to {longest} or" if longest > 0 else "it leaves room for no block at all:"
     raise OutOfMemoryError(
-        f"max_model_len {max_model_len} needs {_size(need)} of KV cache, {_size(pool_bytes)} is left: {remedy} give "
-        "the engine more memory (--kv-cache-memory, --gpu-memory-utilization)"
+        f"max_model_len {max_model_len} needs {format_bytes(need)} of KV cache, {format_bytes(pool_bytes)} is left: "
+        f"{remedy} give the engine more memory (--kv-cache-memory, --gpu-memory-utilization)"
     )
 
 
@@ -123,16 +129,3 @@ def most_sequences(kv_cache: KVCachePlan, most: int) -> int:
     """
     blocks_each = kv_cache.groups.blocks(min(LEAST_SEQUENCE_TOKENS, kv_cache.max_model_len))
     return max(1, min(most, kv_cache.num_usable_blocks // blocks_each))
-
-
-def activation_bytes(num_tokens: int, num_seqs: int, widest: int, vocab_size: int, itemsize: int) -> int:
-    """An estimate of a step's intermediates on CPU, for models with which measuring them would take long.
-
-    A layer holds a few tensors of `num_tokens` rows at a time, the widest of them the fused projections; the sampler
-    holds float32 logits of `num_seqs` rows about three times over.
-    """
-    return 4 * num_tokens * widest * itemsize + 3 * num_seqs * vocab_size * 4
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.2f} MiB"

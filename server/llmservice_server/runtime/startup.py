@@ -14,6 +14,7 @@ from llmservice_planner.model.config import max_seq_length
 from llmservice_planner.model.encoders import SENTENCES
 from llmservice_planner.model.shape import ShapeError
 from llmservice_planner.sizing.explanation import format_bytes
+from llmservice_planner.sizing.gpu import GIB
 from llmservice_planner.sizing.request import CAP_OF_CPU
 from llmservice_server.backend.base import Attention, Backend, Model
 from llmservice_server.backend.cache_shape import KVCacheShape
@@ -31,7 +32,6 @@ from llmservice_server.runtime.embedding_model import EmbeddingModel
 from llmservice_server.runtime.embeddings import BatchEmbedder
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import (
-    GIB,
     Memory,
     measure_activations,
     most_sequences,
@@ -99,7 +99,7 @@ def start(config: EngineConfig) -> Started:
     if config.compile_cache is not None:
         share(config.compile_cache)
     checkpoint = Checkpoint.open(config.model, config.implementation)
-    _check_context(checkpoint, config)
+    check_context(config, checkpoint.config.max_context)
     phases = StartPhases()
     with phases.phase("backend"):
         backend = _backend(checkpoint, config)
@@ -177,8 +177,8 @@ def start(config: EngineConfig) -> Started:
     return started
 
 
-def _check_context(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    context = checkpoint.config.max_context
+def check_context(config: EngineConfig, context: int) -> None:
+    """Raises `ConfigError` for requests longer than the model's context."""
     if config.max_model_len is not None and config.max_model_len > context:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the model's context of {context} tokens: lower it"

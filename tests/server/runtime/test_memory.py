@@ -37,7 +37,7 @@ def test_the_pool_is_divided_into_blocks_that_hold_one_request_at_least(pool_byt
 
 
 def test_one_block_too_few_is_refused_with_need_have_and_the_longest_that_fits() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"max_model_len 65 needs 0.00 MiB .* lower it to 64 or give"):
+    with pytest.raises(OutOfMemoryError, match=r"max_model_len 65 needs 600 bytes .* lower it to 64 or give"):
         plan(599, max_model_len=65)
 
 
