@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmservice_server.models.config import ModelConfig
-from llmservice_server.models.decoder import BuildLayer, DecoderModel
+from llmservice_server.models.decoder import BuildLayer
 from llmservice_server.models.gemma import gemma_layer
 from llmservice_server.models.gpt_oss import gpt_oss_layer
 from llmservice_server.models.llama import llama_layer
 from llmservice_server.models.mixtures import mixtral_layer, qwen_moe_layer
-from llmservice_server.models.weights import Weights
 
 ARCHITECTURES: Mapping[str, BuildLayer] = {
     "Gemma2ForCausalLM": gemma_layer,
@@ -26,8 +24,3 @@ ARCHITECTURES: Mapping[str, BuildLayer] = {
     "Qwen3MoeForCausalLM": qwen_moe_layer,
 }
 """The planner's families name the same ones in `served_architecture`, where the operator, without torch, finds them."""
-
-
-def build(config: ModelConfig, weights: Weights) -> DecoderModel:
-    """A model whose weights are those that `weights` has noted: they have to be filled, and finished."""
-    return DecoderModel(config, weights, ARCHITECTURES[config.architecture])

@@ -114,8 +114,8 @@ def examine(folder: Path) -> TransformersConfig:
     calls = _calls(model_class, text, name)
     if "position_ids" not in inspect.signature(model_class.forward).parameters:  # decoders of BART and its like
         raise unserved(name, "its code counts positions from a request's first token, which may be cached")
-    kinds = _heads_by_kind(calls)
-    full, sliding = kinds.get(False), kinds.get(True)
+    heads_by_kind = {call.window is not None: call.heads for call in calls}
+    full, sliding = heads_by_kind.get(False), heads_by_kind.get(True)
     heads = full or sliding
     assert heads is not None  # noqa: S101  # there is a layer
     softcaps = {call.settings.get("softcap") for call in calls}
@@ -238,11 +238,6 @@ def _calls(model_class: Any, text: Any, name: str) -> list[Call]:
     return calls
 
 
-def _heads_by_kind(calls: list[Call]) -> dict[bool, Heads]:
-    """By whether a layer has a window."""
-    return {call.window is not None: call.heads for call in calls}
-
-
 def _sources(calls: list[Call]) -> tuple[int, ...]:
     """As of `KVCacheShape`: layers that share keys and values pass on the same tensor."""
     sources = tuple(next(layer for layer, other in enumerate(calls) if other.keys is call.keys) for call in calls)
@@ -251,12 +246,7 @@ def _sources(calls: list[Call]) -> tuple[int, ...]:
 
 def _refuse_attention(calls: list[Call], text: Any, name: str) -> None:
     problem = None
-    unknown = {
-        setting
-        for call in calls
-        for setting in call.settings
-        if setting not in _UNDERSTOOD and setting not in _WITHOUT_EFFECT
-    }
+    unknown = {setting for call in calls for setting in call.settings} - _UNDERSTOOD - _WITHOUT_EFFECT
     if [call.layer for call in calls] != list(range(text.num_hidden_layers)):
         problem = f"{len(calls)} of its {text.num_hidden_layers} layers have attention, expected every layer once"
     elif uneven := [call.heads for call in calls if call.heads.num_heads % call.heads.num_kv_heads]:

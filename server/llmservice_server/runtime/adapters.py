@@ -150,10 +150,9 @@ class _Tensors:
         header = file.read(length)
         self.stored = parse_header(str(path), header, length)
         self._hash = blake2b(config + header, digest_size=_VERSION_BYTES)
-        first, entries = LENGTH_BYTES + length, json.loads(header)
-        self._starts = {name: first + int(entries[name]["data_offsets"][0]) for name in self.stored}
-        begin = min(self._starts.values(), default=first)
-        end = max((self._starts[name] + each.nbytes for name, each in self.stored.items()), default=first)
+        first = self._first = LENGTH_BYTES + length
+        begin = first + min((each.begin for each in self.stored.values()), default=0)
+        end = first + max((each.begin + each.nbytes for each in self.stored.values()), default=0)
         if (begin, end) != (first, size := file.seek(0, os.SEEK_END)):
             raise self._broken(f"its tensors are at bytes {begin} to {end}, expected {first} to {size}")
 
@@ -162,7 +161,7 @@ class _Tensors:
         stored = self.stored[name]
         dtype = DTYPES[stored.dtype]
         data = bytearray(stored.elements * dtype.itemsize)
-        self._file.seek(self._starts[name])
+        self._file.seek(self._first + stored.begin)
         if self._file.readinto(data) != stored.nbytes:
             raise self._broken(f"{name} does not have the {len(data)} bytes of its shape")
         self._hash.update(data)

@@ -40,7 +40,7 @@ from llmservice_server.backend.base import Model
 from llmservice_server.backend.layers import Linear
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.engine.config import Implementation
-from llmservice_server.models.architectures import build
+from llmservice_server.models.architectures import ARCHITECTURES
 from llmservice_server.models.config import ModelConfig, is_own
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.quantization import read, shape_of
@@ -232,7 +232,7 @@ class Checkpoint:
         modules = self._modules(every=form.quantization == "int8")
         reader = TensorReader()
         weights = Weights(form.dtype, form.device, modules.keys(), {name: each.shape for name, each in found.items()})
-        model = build(config, weights)
+        model = DecoderModel(config, weights, ARCHITECTURES[config.architecture])
         for part in (name for place in weights.places for name in place.parts):
             if part not in modules and (dense := found.get(f"{part}.weight")) is not None:
                 modules[part] = {"weight": dense}  # of a fused matrix whose other parts are quantised

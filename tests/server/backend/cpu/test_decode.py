@@ -16,7 +16,7 @@ from llmservice_server.backend.layers import linears_of
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.layer_ops import TorchLinear
-from llmservice_server.models.architectures import build
+from llmservice_server.models.architectures import ARCHITECTURES
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.weights import Weights
@@ -71,7 +71,8 @@ def random_model(
     raw: dict[str, Any], dtype: torch.dtype, quantize: Callable[[torch.Tensor], QuantizedWeight] | None = None
 ) -> DecoderModel:
     weights = Weights(dtype, torch.device("cpu"))
-    model = build(ModelConfig.from_dict(raw), weights)
+    config = ModelConfig.from_dict(raw)
+    model = DecoderModel(config, weights, ARCHITECTURES[config.architecture])
     random = torch.Generator().manual_seed(0)
     for name, tensor in weights.tensors.items():
         if "norm" in name:
