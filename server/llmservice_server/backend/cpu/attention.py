@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_server.backend.base import Rotation
 from llmservice_server.backend.cache_shape import KVCacheShape
@@ -27,7 +26,7 @@ from llmservice_server.backend.cpu.layer_ops import rotate_and_store, store
 from llmservice_server.backend.cpu.linear import KERNEL_ROWS
 from llmservice_server.backend.cpu.llvm import as_array
 from llmservice_server.backend.step_input import Int32Array, Int64Array, StepInput, firsts_of, joined
-from llmservice_server.backend.torch.attention import attend_otherwise
+from llmservice_server.backend.torch.attention import attend_chunk, attend_otherwise, first_key, visible
 
 _TILE_ROWS = 256
 """About the rows of a tile, for all of which a key is gathered once; their scores and sums stay in the core's cache."""
@@ -93,10 +92,6 @@ class _Chunk:
     @property
     def end(self) -> int:
         return self.start + self.num_queries
-
-    def first_key(self, window: int | None) -> int:
-        """The first position that any of the queries sees."""
-        return 0 if window is None else max(0, self.start + 1 - window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +260,8 @@ class CpuStep:
     def _attend_chunk(
         self, layer: int, chunk: _Chunk, query: torch.Tensor, stored: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """`[num_queries, num_heads, head_dim]`. Keys and values are not repeated for the heads that share them."""
-        num_kv_heads, head_dim, window = self.shape.num_kv_heads, self.shape.head_dim, self.shape.windows[layer]
+        """`[num_queries, num_heads, head_dim]`."""
+        num_kv_heads, window = self.shape.num_kv_heads, self.shape.windows[layer]
         if chunk.start == 0:
             rows = stored[chunk.first_row : chunk.end_row, : self.shape.stored * num_kv_heads]
             parts = rows.transpose(0, 1).chunk(self.shape.stored)
@@ -274,29 +269,20 @@ class CpuStep:
             parts = self._cached(layer, chunk).unbind()
         keys, values = parts[0], parts[-1]
         if not self.shape.is_plain:
-            keys, values, mask = keys.to(query.dtype), values.to(query.dtype), _visible(chunk, window)
-            softcap = self.shape.softcap
+            keys, values = keys.to(query.dtype), values.to(query.dtype)
+            mask, softcap = visible(chunk.start, chunk.end, window, keys.device), self.shape.softcap
             otherwise = attend_otherwise(query.transpose(0, 1), keys, values, mask, softcap=softcap, sinks=sinks)
             return otherwise.transpose(0, 1)
-        grouped = query.reshape(chunk.num_queries, num_kv_heads, -1, head_dim)
-        by_head = grouped.permute(1, 2, 0, 3)
-        group = by_head.shape[1]
-        keys, values = (part.to(query.dtype)[:, None].expand(-1, group, -1, -1) for part in (keys, values))
-        if chunk.start == 0 and (window is None or chunk.num_queries <= window):
-            output = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
-        else:
-            output = F.scaled_dot_product_attention(
-                by_head, keys, values, attn_mask=self._mask(chunk, window, query.dtype)
-            )
-        return output.permute(2, 0, 1, 3).flatten(1, 2)
+        is_causal = chunk.start == 0 and (window is None or chunk.num_queries <= window)
+        return attend_chunk(query, keys, values, None if is_causal else self._mask(chunk, window, query.dtype))
 
     def _cached(self, layer: int, chunk: _Chunk) -> torch.Tensor:
         """A copy of what is stored of the tokens that the chunk sees, `[stored, num_kv_heads, num_keys, head_dim]`."""
-        block_size, first_key = self.shape.block_size, chunk.first_key(self.shape.windows[layer])
-        first_block = first_key // block_size
+        block_size, first = self.shape.block_size, first_key(chunk.start, self.shape.windows[layer])
+        first_block = first // block_size
         blocks = torch.from_numpy(chunk.table[first_block : -(-chunk.end // block_size)])
         copied = self.layers[layer].permute(2, 1, 0, 3, 4).index_select(2, blocks).flatten(2, 3)
-        return copied[:, :, first_key - first_block * block_size : chunk.end - first_block * block_size]
+        return copied[:, :, first - first_block * block_size : chunk.end - first_block * block_size]
 
     def _mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores, `[num_queries, num_keys]`, made once for all layers.
@@ -305,8 +291,8 @@ class CpuStep:
         """
         mask = self.masks.get((chunk.first_row, window))
         if mask is None:
-            mask = torch.zeros(chunk.num_queries, chunk.end - chunk.first_key(window), dtype=dtype)
-            mask.masked_fill_(~_visible(chunk, window), -math.inf)
+            seen = visible(chunk.start, chunk.end, window, CpuAttention.device)
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
             self.masks[chunk.first_row, window] = mask
         return mask
 
@@ -315,10 +301,3 @@ def _rotation_arrays(rotation: Rotation) -> tuple[npt.NDArray[Any], np.float32, 
     """As `rotate_and_store` takes it."""
     weight, eps = (rotation.cos.new_empty(0, 0), 0.0) if rotation.qk_norm is None else rotation.qk_norm
     return as_array(weight), np.float32(eps), as_array(rotation.cos.flatten(1)), as_array(rotation.sin.flatten(1))
-
-
-def _visible(chunk: _Chunk, window: int | None) -> torch.Tensor:
-    """True if a query sees a key, `[num_queries, num_keys]`."""
-    queries = torch.arange(chunk.start, chunk.end)[:, None]
-    keys = torch.arange(chunk.first_key(window), chunk.end)
-    return (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)

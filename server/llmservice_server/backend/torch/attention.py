@@ -9,7 +9,7 @@ one query, for a chunk a dimension along which the keys are broadcast; keys and 
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -60,23 +60,16 @@ def _block(shape: KVCacheShape) -> tuple[int, int, int]:
     return shape.block_size, shape.stored * shape.num_kv_heads, shape.head_dim
 
 
+@dataclass(slots=True)
 class TorchStep:
     """Implements `Attend` for one step."""
 
-    def __init__(
-        self,
-        shape: KVCacheShape,
-        caches: list[torch.Tensor],
-        slots: torch.Tensor,
-        runs: list[_Run],
-        blocks: torch.Tensor,
-    ) -> None:
-        self.shape = shape
-        self.caches = caches
-        self.slots = slots
-        self.runs = runs
-        self.blocks = blocks
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}  # by first query and window
+    shape: KVCacheShape
+    caches: list[torch.Tensor]
+    slots: torch.Tensor
+    runs: list[_Run]
+    blocks: torch.Tensor
+    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by first query and window
 
     def __call__(
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
@@ -85,70 +78,65 @@ class TorchStep:
         cache = self.caches[layer]
         cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, key_value[:, : cache.shape[2]].to(shape.dtype))
         gathered = _by_head(cache.index_select(0, self.blocks))
-        grouped = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
         window = shape.windows[layer]
         outputs = []
         for run in self.runs:
-            queries = grouped[run.first_query : run.first_query + run.num_queries]
+            queries = query[run.first_query : run.first_query + run.num_queries]
+            keys, values = self._keys_values(run, gathered, window, query.dtype)
             if not shape.is_plain:
-                outputs.append(self._attend_otherwise(run, queries, gathered, window, sinks))
-                continue
-            attend = self._attend_one if run.num_queries == 1 else self._attend_chunk
-            outputs.append(attend(run, queries, gathered, window))
+                mask, by_head = self._mask(run, window), queries.transpose(0, 1)
+                output = attend_otherwise(by_head, keys, values, mask, softcap=shape.softcap, sinks=sinks)
+                outputs.append(output.transpose(0, 1))
+            elif run.num_queries == 1:  # it sees all keys: the heads that share some are the rows of one query
+                grouped = queries.reshape(1, len(keys), -1, shape.head_dim)
+                outputs.append(F.scaled_dot_product_attention(grouped, keys[None], values[None]).flatten(1, 2))
+            else:
+                is_causal = run.start == 0 and (window is None or run.num_queries <= window)
+                outputs.append(attend_chunk(queries, keys, values, None if is_causal else self._mask(run, window)))
         return torch.cat(outputs).flatten(1)
-
-    def _attend_one(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
-        """One token, `[1, num_kv_heads, group, head_dim]`: it sees all keys, so the group is the rows of one query."""
-        keys, values = self._keys_values(run, gathered, window, query.dtype)
-        return F.scaled_dot_product_attention(query, keys[None], values[None])
-
-    def _attend_otherwise(
-        self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        keys, values = self._keys_values(run, gathered, window, query.dtype)
-        output = attend_otherwise(
-            query.permute(1, 2, 0, 3).flatten(0, 1),
-            keys,
-            values,
-            self._mask(run, window),
-            softcap=self.shape.softcap,
-            sinks=sinks,
-        )
-        return output.view(*query.shape[1:3], *query.shape[::3]).permute(2, 0, 1, 3)
-
-    def _attend_chunk(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Several tokens, `[num_queries, num_kv_heads, group, head_dim]`."""
-        keys, values = self._keys_values(run, gathered, window, query.dtype)
-        group = query.shape[2]
-        keys, values = (part[:, None].expand(-1, group, -1, -1) for part in (keys, values))
-        by_head = query.permute(1, 2, 0, 3)  # the heads of a group see the same keys
-        if run.start == 0 and (window is None or run.num_queries <= window):
-            output = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
-        else:
-            output = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=self._mask(run, window))
-        return output.permute(2, 0, 1, 3)
 
     def _keys_values(
         self, run: _Run, gathered: torch.Tensor, window: int | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each `[num_kv_heads, num_keys, head_dim]`: the keys that any of the run's queries sees."""
-        first = _first_key(run, window)
-        visible = gathered.narrow(1, run.first_slot + first, run.start + run.num_queries - first)
-        parts = visible.to(dtype).chunk(self.shape.stored)
+        first = first_key(run.start, window)
+        seen = gathered.narrow(1, run.first_slot + first, run.start + run.num_queries - first)
+        parts = seen.to(dtype).chunk(self.shape.stored)
         return parts[0], parts[-1]
 
     def _mask(self, run: _Run, window: int | None) -> torch.Tensor:
         """True if a query sees a key, `[num_queries, num_keys]`."""
-        mask = self._masks.get((run.first_query, window))
+        mask = self.masks.get((run.first_query, window))
         if mask is None:
-            end = run.start + run.num_queries
-            queries = torch.arange(run.start, end, device=self.slots.device)[:, None]
-            keys = torch.arange(_first_key(run, window), end, device=self.slots.device)
-            mask = keys <= queries
-            if window is not None:
-                mask &= keys > queries - window
-            self._masks[run.first_query, window] = mask
+            mask = visible(run.start, run.start + run.num_queries, window, self.slots.device)
+            self.masks[run.first_query, window] = mask
         return mask
+
+
+def first_key(start: int, window: int | None) -> int:
+    """The first position that a token at `start` sees."""
+    return 0 if window is None else max(0, start + 1 - window)
+
+
+def visible(start: int, end: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True if a query sees a key: of the tokens from `start` to `end`, and from `first_key` of `start` to `end`."""
+    queries = torch.arange(start, end, device=device)[:, None]
+    keys = torch.arange(first_key(start, window), end, device=device)
+    return (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)
+
+
+def attend_chunk(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of several tokens of one sequence, `[num_tokens, num_heads, head_dim]`, as is `query`.
+
+    keys and values: `[num_kv_heads, num_keys, head_dim]`, not repeated in memory for the heads that share them. mask:
+    `[num_tokens, num_keys]`, as torch takes it; None: the keys are those of the tokens, and each sees those before it.
+    """
+    by_head = query.reshape(len(query), len(keys), -1, query.shape[-1]).permute(1, 2, 0, 3)
+    keys, values = (part.to(query.dtype)[:, None].expand(-1, by_head.shape[1], -1, -1) for part in (keys, values))
+    output = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=mask, is_causal=mask is None)
+    return output.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def attend_otherwise(
@@ -176,10 +164,6 @@ def attend_otherwise(
         scores = torch.cat((scores, of_heads), dim=-1)
     shares = scores.softmax(dim=-1)[..., : keys.shape[-2]]
     return torch.matmul(shares.to(values.dtype), values)
-
-
-def _first_key(run: _Run, window: int | None) -> int:
-    return 0 if window is None else max(0, run.start + 1 - window)
 
 
 def _by_head(blocks: torch.Tensor) -> torch.Tensor:
