@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmservice_planner.model.families import FAMILIES, Family, find_family
-from llmservice_planner.model.quantization import QuantizationConfig, QuantizationError
+from llmservice_planner.model.quantization import QuantizationConfig
 from llmservice_planner.model.quantization_config import read_quantization
 from llmservice_server.backend.layers import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 from llmservice_server.models.rope import RopeConfig
-from llmservice_server.types.checkpoint_config import CheckpointConfig, architectures
+from llmservice_server.types.checkpoint_config import CheckpointConfig, architectures, as_load_errors
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import ModelCode
 
@@ -255,10 +255,8 @@ def _refuse_other_activations(keys: CheckpointConfig, *, is_gemma: bool) -> None
 
 
 def quantization_of(raw: Mapping[str, Any]) -> QuantizationConfig | None:
-    try:
+    with as_load_errors():
         return read_quantization(raw)
-    except QuantizationError as error:
-        raise ModelLoadError(str(error)) from error
 
 
 def _windows(family: Family, keys: CheckpointConfig) -> tuple[int | None, ...]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from llmservice_planner.model import encoders
 from llmservice_planner.model.encoders import CLASSIFIER, ENCODER_BATCH
-from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.sizing.explanation import format_bytes
 from llmservice_planner.sizing.overhead import activation_bytes
 from llmservice_server.backend.torch.memory import available_cpu_bytes
@@ -24,7 +24,7 @@ from llmservice_server.runtime.memory import usable_bytes
 from llmservice_server.runtime.startup import check_context, choose_device, with_step_tokens
 from llmservice_server.runtime.vector_format import VectorFormat, pool
 from llmservice_server.runtime.weight_files import weight_files
-from llmservice_server.types.checkpoint_config import architectures, read_json_object
+from llmservice_server.types.checkpoint_config import architectures, as_load_errors, read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError, first_line
 from llmservice_server.types.messages import (
     Embedded,
@@ -223,10 +223,8 @@ def load_encoder(config: EngineConfig) -> EncoderEngine:
 
 
 def _shape(folder: Path) -> ModelShape:
-    try:
+    with as_load_errors():
         shape = ModelShape.from_folder(folder)
-    except ShapeError as error:
-        raise ModelLoadError(str(error)) from error
     if shape.quantization:
         raise ModelLoadError(
             f"config.json: the checkpoint is quantised ({shape.quantization}), expected float32, bfloat16 or float16: "

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +25,7 @@ from llmservice_planner.model.quantization import (
     is_quantized,
     module_and_suffix,
 )
-from llmservice_planner.model.shape import ModelShape, ShapeError
+from llmservice_planner.model.shape import ModelShape
 from llmservice_planner.model.weight_counts import (
     LANGUAGE_MODEL,
     WeightCounts,
@@ -48,7 +47,7 @@ from llmservice_server.models.weights import SUPERFLUOUS, ComputedPlace, Quantiz
 from llmservice_server.runtime.matrix_form import MatrixForm
 from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
 from llmservice_server.runtime.weight_files import Stored, TensorReader, stored_tensors, weight_files
-from llmservice_server.types.checkpoint_config import architectures, eos_token_ids, read_model_config
+from llmservice_server.types.checkpoint_config import architectures, as_load_errors, eos_token_ids, read_model_config
 from llmservice_server.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class Checkpoint:
         Raises `ModelLoadError` for a file whose header is broken.
         """
         config, name = self.config, str(dtype).removeprefix("torch.")
-        with _shape_errors():
+        with as_load_errors():
             if isinstance(config, ModelConfig):
                 shape = ModelShape.from_folder(self.folder, {"tie_word_embeddings": config.tied_embeddings})
                 return shape.weights_bytes(name, quantization, on_cpu=on_cpu)
@@ -146,7 +145,7 @@ class Checkpoint:
         return counts.held_bytes(quantization, on_cpu=on_cpu, dtype_bytes=dtype.itemsize)
 
     def _headers(self) -> dict[str, StoredTensor]:
-        with _shape_errors():
+        with as_load_errors():
             return read_tensors(self.folder)
 
     def load(
@@ -287,7 +286,7 @@ class Checkpoint:
             for module, tensors in modules.items()
             if is_quantized(tensors) or ("weight" in tensors and tensors["weight"].dtype not in _DENSE)
         }
-        with _shape_errors():
+        with as_load_errors():
             for module in quantized:
                 refuse_embedding(module)
             if self.config.architecture == "GptOssForCausalLM":
@@ -433,15 +432,6 @@ def _name_in_language_model(config: ModelConfig | TransformersConfig, stored: st
         name = LANGUAGE_MODEL.sub("", stored).replace("encoder.layers.", "layers.")  # Qianfan-OCR
         return name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
     return stored if stored.startswith(_OWN_NAMES) else None
-
-
-@contextmanager
-def _shape_errors() -> Iterator[None]:
-    """Raises `ModelLoadError` for the planner's errors."""
-    try:
-        yield
-    except ShapeError as error:
-        raise ModelLoadError(str(error)) from error
 
 
 def _refuse_classifier(raw: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from llmservice_planner.model.config import max_seq_length
 from llmservice_planner.model.encoders import SENTENCES
-from llmservice_planner.model.shape import ShapeError
 from llmservice_planner.sizing.explanation import format_bytes
 from llmservice_planner.sizing.gpu import GIB
 from llmservice_planner.sizing.request import CAP_OF_CPU
@@ -43,7 +42,7 @@ from llmservice_server.runtime.runner import ModelRunner, SwappedBlocks
 from llmservice_server.runtime.start_record import StartRecord
 from llmservice_server.runtime.vector_format import VectorFormat
 from llmservice_server.sampling.grammar import GrammarCompiler
-from llmservice_server.types.checkpoint_config import read_json_object
+from llmservice_server.types.checkpoint_config import as_load_errors, read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
 
 _LOG = logging.getLogger(__name__)
@@ -313,10 +312,8 @@ def _embedder(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) 
     vector_format = VectorFormat.of(config.model, config.pooling, runner.model.config.hidden_size, default="last")
     vector_format.modules.to(runner.model.device)
     sentences = {name: read_json_object(path) for name in SENTENCES if (path := config.model / name).is_file()}
-    try:
+    with as_load_errors():
         cut = max_seq_length(sentences)
-    except ShapeError as error:
-        raise ModelLoadError(str(error)) from error
     longest = min(kv_cache.max_model_len, config.step_tokens)
     return BatchEmbedder(
         EmbeddingModel(runner.model, vector_format),

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llmservice_planner.model import checkpoint
-from llmservice_planner.model.shape import ShapeError
+from llmservice_server.types.checkpoint_config import as_load_errors
 from llmservice_server.types.errors import ModelLoadError
 
 
@@ -63,11 +63,9 @@ def stored_tensors(shards: Sequence[Path]) -> list[Stored]:
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """Raises `ModelLoadError` where there are no safetensors files, or not all that the index names."""
-    try:
+    with as_load_errors():
         checkpoint.refuse_other_formats(folder)
         found = tuple(checkpoint.weight_files(folder))
-    except ShapeError as error:
-        raise ModelLoadError(str(error)) from error
     if not found:
         raise ModelLoadError(f"{folder} holds no *.safetensors file")
     return found

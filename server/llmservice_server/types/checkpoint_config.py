@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from llmservice_planner.model.config import ShapeError
+from llmservice_planner.model.quantization import QuantizationError
 from llmservice_planner.model.quantization_config import SIDECARS, with_sidecars
 from llmservice_server.types.errors import ModelLoadError
 
@@ -23,6 +26,15 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Context = Annotated[float, Field(ge=1, le=1 << 31)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@contextmanager
+def as_load_errors() -> Iterator[None]:
+    """Raises `ModelLoadError` for the planner's errors of a checkpoint."""
+    try:
+        yield
+    except (ShapeError, QuantizationError) as error:
+        raise ModelLoadError(str(error)) from error
 
 
 class _File(BaseModel):
