@@ -45,20 +45,13 @@ def head_shape(group: int, head_dim: int) -> HeadShape:
     return np.zeros(1, [(name, np.uint8, (length,)) for name, length in lengths.items()])
 
 
-class _TileCode:
-    """Emits the code of an intrinsic whose last argument is a `HeadShape`; arguments are named by their number."""
+class _TileCode(llvm.Arguments):
+    """Those of an intrinsic whose last argument is a `HeadShape`."""
 
-    def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        self.context, self.builder, self.kinds, self.arguments = context, builder, signature.args, arguments
+    def __init__(self, context: Any, builder: Any, signature: Any, values: Any) -> None:
+        super().__init__(context, builder, signature, values)
         fields = signature.args[-1].dtype.fields
         self.group, self.vectors, self.lanes = (fields[name].type.shape[0] for name in ("group", "vectors", "lanes"))
-
-    def length(self, array: int) -> Any:
-        value = self.context.make_array(self.kinds[array])(self.context, self.builder, value=self.arguments[array])
-        return cgutils.unpack_tuple(self.builder, value.shape)[0]
-
-    def address(self, array: int, *index: Any) -> Any:
-        return llvm.element_address(self.context, self.builder, self.kinds[array], self.arguments[array], *index)
 
     def load(self, array: int, *index: Any) -> Any:
         """A vector of successive elements, in float32."""
@@ -91,7 +84,7 @@ def multiply_tile(context: Any, queries: Any, keys: Any, next_keys: Any, parts: 
         code = _TileCode(context, builder, signature, arguments)
         places = [(head, code.lanes * part) for head in range(code.group) for part in range(code.vectors)]
         kept = {place: code.load(0, *place) for place in places[:_QUERY_VECTORS]}  # the others are loaded for each key
-        with cgutils.for_range(builder, code.length(1)) as loop:
+        with cgutils.for_range(builder, code.shape(1)[0]) as loop:
             code.prefetch_row(2, loop.index)
             key = [code.load(1, loop.index, code.lanes * part) for part in range(code.vectors)]
             for head in range(code.group):
@@ -144,7 +137,7 @@ def add_tile(context: Any, weights: Any, values: Any, next_values: Any, sums: An
                 for place in places
                 for head in range(code.group)
             }
-            with cgutils.for_range(builder, code.length(1)) as loop:
+            with cgutils.for_range(builder, code.shape(1)[0]) as loop:
                 if first == 0:
                     code.prefetch_row(2, loop.index)
                 value = {place: code.load(1, loop.index, place) for place in places}

@@ -195,15 +195,11 @@ def _expand(context: Any, packed: Any, numbers: Any, scales: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(packed)(context, builder, value=arguments[0])
-        num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
-        source, target = (
-            llvm.element_address(context, builder, kind, value, 0, 0)
-            for kind, value in zip(signature.args[:2], arguments[:2], strict=True)
-        )
+        code = llvm.Arguments(context, builder, signature, arguments)
+        num_lines, source, target = code.shape(0)[0], code.address(0, 0, 0), code.address(1, 0, 0)
         by_column: list[Any] = [None] * VECTORS
         if scales.dtype in _FLOAT_SCALES:
-            places = (llvm.element_address(context, builder, scales, arguments[2], LANES * at) for at in range(VECTORS))
+            places = (code.address(2, LANES * at) for at in range(VECTORS))
             by_column = [llvm.load(builder, place, scales.dtype, LANES) for place in places]
         line_bytes = 4 * COLUMNS
         width = INPUTS if numbers.dtype == types.float32 else INPUTS // 2
@@ -255,21 +251,15 @@ def _row_kernel(num_rows: int) -> Any:
 
     def typed(context: Any, hidden: Any, packed: Any, scales: Any, zeros: Any, group_sums: Any, sums: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            def address(argument: int, *index: Any) -> Any:
-                return llvm.element_address(context, builder, signature.args[argument], arguments[argument], *index)
-
+            code = llvm.Arguments(context, builder, signature, arguments)
+            address = code.address
             element = llvm.FLOAT if hidden.dtype == types.float32 else llvm.INT32
             width = INPUTS if hidden.dtype == types.float32 else INPUTS // 2
-            num_lines, num_groups = (
-                cgutils.unpack_tuple(builder, context.make_array(kind)(context, builder, value=value).shape)[0]
-                for kind, value in zip(signature.args[1:3], arguments[1:3], strict=True)
-            )
+            num_lines, num_groups = code.shape(1)[0], code.shape(2)[0]
             group_lines = builder.udiv(num_lines, num_groups)
             rows = [address(0, row, 0) for row in range(num_rows)]
             places = [address(5, row, LANES * part) for row in range(num_rows) for part in range(VECTORS)]
-            num_zeros, *_ = cgutils.unpack_tuple(
-                builder, context.make_array(zeros)(context, builder, value=arguments[3]).shape
-            )
+            num_zeros = code.shape(3)[0]
             has_zeros = builder.icmp_signed(">", num_zeros, ir.Constant(num_zeros.type, 0))
             added = llvm.splat(llvm.FLOAT, 0.0 if hidden.dtype == types.float32 else -float(_ADDED), LANES)
             offset = cgutils.alloca_once_value(builder, added)

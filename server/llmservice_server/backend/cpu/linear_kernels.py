@@ -147,14 +147,12 @@ def _expand_rows(context: Any, hidden: Any, rows: Any) -> Any:
     element = llvm.FLOAT if dtype == types.float32 else llvm.INT16
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(hidden)(context, builder, value=arguments[0])
-        num_rows, num_lines = cgutils.unpack_tuple(builder, array.shape)
+        code = llvm.Arguments(context, builder, signature, arguments)
+        num_rows, num_lines = code.shape(0)
         num_inputs = builder.mul(num_lines, ir.Constant(num_lines.type, 32 // dtype.bitwidth))
         with cgutils.for_range(builder, num_rows) as row:
-            source = llvm.element_address(context, builder, hidden, arguments[0], row.index, 0)
-            source = builder.bitcast(source, element.as_pointer())
-            target = llvm.element_address(context, builder, rows, arguments[1], row.index, 0)
-            target = builder.bitcast(target, llvm.FLOAT.as_pointer())
+            source = builder.bitcast(code.address(0, row.index, 0), element.as_pointer())
+            target = builder.bitcast(code.address(1, row.index, 0), llvm.FLOAT.as_pointer())
             with cgutils.for_range(builder, num_inputs) as place:
                 number = builder.load(builder.gep(source, [place.index]))
                 builder.store(llvm.bits_to_float32(builder, number, dtype), builder.gep(target, [place.index]))
@@ -176,18 +174,14 @@ def _product_kernel(num_rows: int, num_vectors: int = VECTORS) -> Any:
         return types.void(hidden, columns, types.intp, sums, types.intp), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def address(argument: int, *index: Any) -> Any:
-            kind, value = signature.args[argument], arguments[argument]
-            return llvm.element_address(context, builder, kind, value, *index)
-
+        code = llvm.Arguments(context, builder, signature, arguments)
+        address = code.address
         dtype, sum_dtype, first = signature.args[1].dtype, signature.args[3].dtype, arguments[2]
         expanded = signature.args[0].dtype == types.float32 and dtype == types.int32
         element = llvm.FLOAT if dtype == types.float32 or expanded else llvm.INT32
         numbers = [builder.add(first, ir.Constant(first.type, row)) for row in range(num_rows)]
         rows = [builder.bitcast(address(0, number, 0), element.as_pointer()) for number in numbers]
-        columns = context.make_array(signature.args[1])(context, builder, value=arguments[1])
-        num_lines = cgutils.unpack_tuple(builder, columns.shape)[0]
-        stride = cgutils.unpack_tuple(builder, columns.strides)[0]
+        num_lines, stride = code.shape(1)[0], code.strides(1)[0]
         sums = [address(3, number, LANES * part) for number in numbers for part in range(num_vectors)]
         before = [llvm.load(builder, sum_, sum_dtype, LANES) for sum_ in sums]
         totals = [cgutils.alloca_once_value(builder, value) for value in before]
@@ -299,9 +293,7 @@ def _row_writer(*, biased: bool) -> Any:
 
     def typed(context: Any, sums: Any, row: Any, scale: Any, scales: Any, bias: Any, product: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            def address(argument: int, *index: Any) -> Any:
-                return llvm.element_address(context, builder, signature.args[argument], arguments[argument], *index)
-
+            address = llvm.Arguments(context, builder, signature, arguments).address
             for first in range(0, COLUMNS, LANES):
                 vector = llvm.load(builder, address(0, arguments[1], first), sums.dtype, LANES)
                 if sums.dtype == types.int32:

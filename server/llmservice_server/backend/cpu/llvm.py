@@ -51,6 +51,25 @@ def element_address(context: Any, builder: Any, kind: Any, value: Any, *index: A
     return address
 
 
+class Arguments:
+    """Those of an intrinsic whose code is emitted, by their number."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any, values: Any) -> None:
+        self.context, self.builder, self.kinds, self.values = context, builder, signature.args, values
+
+    def address(self, argument: int, *index: Any) -> Any:
+        return element_address(self.context, self.builder, self.kinds[argument], self.values[argument], *index)
+
+    def shape(self, argument: int) -> Any:
+        return cgutils.unpack_tuple(self.builder, self._array(argument).shape)
+
+    def strides(self, argument: int) -> Any:
+        return cgutils.unpack_tuple(self.builder, self._array(argument).strides)
+
+    def _array(self, argument: int) -> Any:
+        return self.context.make_array(self.kinds[argument])(self.context, self.builder, value=self.values[argument])
+
+
 def load(builder: Any, address: Any, dtype: Any, lanes: int) -> Any:
     """A vector of successive elements of numba's `dtype`, at any address that is aligned for one element."""
     element = FLOAT if dtype == types.float32 else ir.IntType(dtype.bitwidth)

@@ -80,19 +80,12 @@ def _kernel(*, wide: bool) -> Any:
         name = "tdpbf16ps" if sums.dtype == types.float32 else "tdpbusd"
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            def address(argument: int, *index: Any) -> Any:
-                kind, value = signature.args[argument], arguments[argument]
-                return llvm.element_address(context, builder, kind, value, *index)
-
-            def array(argument: int) -> Any:
-                return context.make_array(signature.args[argument])(context, builder, value=arguments[argument])
-
+            code = llvm.Arguments(context, builder, signature, arguments)
+            address = code.address
             number, num_prefetched = arguments[2], arguments[4]
-            row_stride, line_stride, sum_stride = (
-                cgutils.unpack_tuple(builder, array(argument).strides)[0] for argument in (0, 1, 3)
-            )
+            row_stride, line_stride, sum_stride = (code.strides(argument)[0] for argument in (0, 1, 3))
             rows = [number, builder.add(number, ir.Constant(number.type, TILE_ROWS))][:parts]
-            steps = builder.udiv(cgutils.unpack_tuple(builder, array(1).shape)[0], ir.Constant(number.type, TILE_ROWS))
+            steps = builder.udiv(code.shape(1)[0], ir.Constant(number.type, TILE_ROWS))
             start = builder.gep(address(1, 0, 0), [ir.Constant(_I64, _PREFETCHED_BYTES)])
             step_bytes = builder.mul(num_prefetched, ir.Constant(_I64, llvm.CACHE_LINE_BYTES))
             width = len(_SUMS) // parts
