@@ -129,29 +129,16 @@ def _looked_up(values: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     return pairs.view(torch.int64).flatten().index_select(0, values.flatten().int()).view(torch.float32)
 
 
-def fuse(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One matrix of the outputs of several. Raises ValueError where their formats or orders of inputs differ."""
+def fuse(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One matrix of the outputs of several; None where their formats or orders of inputs differ."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
     if any(part.shape[0] % part.rows for part in parts[:-1]):  # a block would have outputs of two parts
         parts = [part.by_row() for part in parts]
-    for part in parts:
-        alike = part.values.dtype == first.values.dtype and part.scales.shape[1] == first.scales.shape[1]
-        if (
-            not alike
-            or part.rows != parts[0].rows
-            or part.group != first.group
-            or part.activations != first.activations
-            or part.scales.dtype != first.scales.dtype
-            or (part.zeros is None) != (first.zeros is None)
-            or (part.output_scales is None) != (first.output_scales is None)
-        ):
-            raise ValueError("their formats differ")
-        if not _equal(part.table, first.table):
-            raise ValueError("their tables differ")
-        if not _equal(part.order, first.order) or (part.input_scale is None) != (first.input_scale is None):
-            raise ValueError("their orders of inputs, or the scales of their inputs, differ")
+    of_same_inputs = all(_equal(part.table, first.table) and _equal(part.order, first.order) for part in parts)
+    if not of_same_inputs or len({*map(_format_of, parts)}) > 1:
+        return None
     input_scale = None
     if first.input_scale is not None:  # the inputs are the same: the largest holds them all
         input_scale = torch.stack([part.input_scale for part in parts if part.input_scale is not None]).amax(0)
@@ -166,6 +153,12 @@ def fuse(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         input_scale=input_scale,
         output_scales=torch.cat(output_scales) if output_scales else None,
     )
+
+
+def _format_of(weight: QuantizedWeight) -> tuple[object, ...]:
+    are_absent = (each is None for each in (weight.zeros, weight.output_scales, weight.input_scale))
+    dtypes, num_groups = (weight.values.dtype, weight.scales.dtype), weight.scales.shape[1]
+    return *dtypes, num_groups, weight.rows, weight.group, weight.activations, *are_absent
 
 
 def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -119,20 +119,17 @@ def _read_values(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) 
     """compressed-tensors, fp8, and mxfp8."""
     outputs, inputs = shape
     groups = _groups(form, inputs, tensors)
-    if form.method == "fp8":
-        scale_name = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
-    else:
-        scale_name = "weight_scale"
+    scale_name = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
     zeros = order = None
     if "weight_packed" in tensors:
         width = -(-inputs * form.bits // 32)
-        packed = tensors.take("weight_packed", (outputs, width))
-        values = _nibbles(packed) if form.bits == 4 else (packed.view(torch.uint8) ^ 128).view(torch.int8)
+        stored = tensors.take("weight_packed", (outputs, width)).contiguous().view(torch.uint8)
+        values = stored if form.bits == 4 else (stored ^ 128).view(torch.int8)  # 4 bits: two in a byte, lowest first
         values = values[:, : inputs * form.bits // 8]
         if not form.symmetric:
             height = -(-outputs * form.bits // 32)
-            stored = tensors.take("weight_zero_point", (height, groups))
-            zeros = _unpacked(stored, form.bits, 0)[:outputs] - (1 << (form.bits - 1))
+            packed = tensors.take("weight_zero_point", (height, groups))
+            zeros = _unpacked(packed, form.bits, 0)[:outputs] - (1 << (form.bits - 1))
     else:
         dtype = torch.float8_e4m3fn if form.kind == "float" else torch.int8
         values = tensors.take("weight", shape, (dtype,))
@@ -286,11 +283,6 @@ def _unpacked(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     if bits == 4:
         numbers = torch.stack((numbers & 0xF, numbers >> 4), dim=-1).flatten(1)
     return (numbers.T if dim == 0 else numbers).to(torch.int16)
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """The bytes of int32 that hold unsigned numbers of 4 bits along their last dimension: two in each, lowest first."""
-    return packed.contiguous().view(torch.uint8)
 
 
 def _nibbles_apart(values: torch.Tensor) -> torch.Tensor:

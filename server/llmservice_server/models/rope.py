@@ -58,13 +58,10 @@ class RopeConfig:
         numbers = parameters.model_dump(exclude_none=True, exclude={"rope_type", "type", "rope_theta", "truncate"})
         scaling = {key: float(value) for key, value in numbers.items()}
         scaling.setdefault("original_max_position_embeddings", float(config.max_position_embeddings))
-        rope = cls(
-            theta=parameters.rope_theta or theta or 10000.0, kind=kind, scaling=scaling, truncate=parameters.truncate
-        )
-        rope._require(
-            {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
-        )
-        return rope
+        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
+        if missing := [name for name in needed if name not in scaling]:
+            raise ModelLoadError(f"config.json: rope type {kind!r} needs {', '.join(missing)} in rope_parameters")
+        return cls(parameters.rope_theta or theta or 10000.0, kind, scaling, parameters.truncate)
 
     def max_context(self, max_position_embeddings: int) -> int:
         """Tokens up to which the embedding is right.
@@ -108,11 +105,6 @@ class RopeConfig:
         width = (high - low) or 0.001  # one step instead of a ramp
         stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
         return plain / factor * stretched + plain * (1 - stretched), yarn_attention_factor(self.scaling, factor)
-
-    def _require(self, names: tuple[str, ...]) -> None:
-        missing = [name for name in names if name not in self.scaling]
-        if missing:
-            raise ModelLoadError(f"config.json: rope type {self.kind!r} needs {', '.join(missing)} in rope_parameters")
 
 
 def yarn_attention_factor(scaling: Mapping[str, float], factor: float) -> float:

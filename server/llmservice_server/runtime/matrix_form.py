@@ -54,12 +54,7 @@ class MatrixForm:
 def _fused(parts: Sequence[QuantizedWeight | torch.Tensor]) -> QuantizedWeight | None:
     """None if some are dense, or of another format: the matrix cannot be held as they are stored."""
     weights = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(weights) < len(parts):
-        return None
-    try:
-        return fuse(weights)
-    except ValueError:
-        return None
+    return fuse(weights) if len(weights) == len(parts) else None
 
 
 def _dense(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
