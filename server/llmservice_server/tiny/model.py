@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
 Weights = dict[str, npt.NDArray[np.float32]]
+DTYPES = ("float32", "bfloat16", "float16")
 
 _LOGIT_STD = 3.0  # at temperature 1 some tens of tokens are likely: varied text, and no two logits nearly equal
 _SUPPRESSED = -40.0  # logit of the tokens that a readable text has no use for: e^-40 is never sampled
@@ -33,7 +34,7 @@ class TinyModelSpec:
     vocab_size: int = 1024
     max_position_embeddings: int = 2048
     seed: int = 0
-    dtype: str = "float32"  # or bfloat16, float16
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden_size", "heads", "kv_heads", "max_position_embeddings"):
@@ -45,6 +46,8 @@ class TinyModelSpec:
             raise ValueError(f"hidden_size {self.hidden_size} does not give each of {self.heads} heads an even size")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown, expected one of {', '.join(DTYPES)}")
 
     @property
     def head_dim(self) -> int:

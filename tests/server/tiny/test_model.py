@@ -95,10 +95,11 @@ def test_encoding_puts_the_begin_token_in_front() -> None:
         ({"layers": 0}, "layers is 0"),
         ({"heads": 6}, "hidden_size 256"),
         ({"kv_heads": 3}, "no multiple of kv_heads 3"),
+        ({"dtype": "int8"}, "dtype 'int8' is unknown"),
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_impossible_shapes_are_refused(wrong: dict[str, int], message: str) -> None:
+def test_impossible_shapes_are_refused(wrong: dict[str, int | str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TinyModelSpec(**wrong)  # type: ignore[arg-type]
 
