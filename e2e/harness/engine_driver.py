@@ -33,6 +33,7 @@ def serve(engine: Engine, requests: Sequence[GenerateRequest]) -> dict[str, list
 def assert_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert (sum(stats.num_running.values()), sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
+    assert stats.blocks_free + stats.blocks_cached == engine.pool.num_usable
     blocks = engine.pool.free_blocks() + engine.pool.cached_blocks()
     assert sorted(blocks) == list(range(1, engine.pool.num_usable + 1))
     assert engine.wait_s() > 0
