@@ -34,6 +34,8 @@ class FakeCluster:
         self.version = 1
         self.calls: list[tuple[str, dict[str, str]]] = []
         """Each list and each watch, with its query."""
+        self.paths: set[str] = set()
+        """Of all these."""
         self.answers: dict[str, list[web.Response | bytes]] = {"list": [], "watch": []}
         """What the next lists and watches get instead; bytes are written as they are, then the connection is closed."""
         self.history: dict[str, list[tuple[int, bytes]]] = {"llmservices": [], "pods": []}
@@ -54,6 +56,7 @@ class FakeCluster:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         call, kind = "watch" if "watch" in request.query else "list", request.path.rsplit("/", 1)[1]
         self.calls.append((call, dict(request.query)))
+        self.paths.add(request.path)
         if self.answers[call]:
             answer = self.answers[call].pop(0)
             return await _write_and_close(request, answer) if isinstance(answer, bytes) else answer

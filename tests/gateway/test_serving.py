@@ -242,7 +242,7 @@ async def _until_closed(url: str) -> None:
 
 
 async def test_namespace_flag_limits_the_watched_namespaces(served: tuple[Any, Any, Path]) -> None:
-    _, _, kubeconfig = served
+    _, cluster, kubeconfig = served
     process, url = await _gateway(kubeconfig, "--namespace", "default", "--drain-timeout", "1")
     async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
         while await _status(client, "/ready") != 200:
@@ -251,6 +251,10 @@ async def test_namespace_flag_limits_the_watched_namespaces(served: tuple[Any, A
             assert [model["id"] for model in (await response.json())["data"]] == ["llama"]
         process.terminate()
         assert await process.wait() == 0
+    assert cluster.paths == {
+        "/apis/serving.llmservice.io/v1alpha1/namespaces/default/llmservices",
+        "/api/v1/namespaces/default/pods",
+    }
 
 
 async def test_missing_kubeconfig_is_one_clear_sentence(tmp_path: Path) -> None:
