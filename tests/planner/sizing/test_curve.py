@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmservice_planner.command import main
 from llmservice_planner.sizing.curve import TypicalRequest, curve
-from llmservice_planner.sizing.latency import LatencyModel
+from llmservice_planner.sizing.latency import LatencyModel, StepBatch, attention_pairs
 
 Capture = pytest.CaptureFixture[str]
 MODEL = LatencyModel(5e-4, 1e-6, 5e-3, 2e-5, 5e-8, 1e-9)
@@ -63,6 +63,12 @@ def test_one_sequence_gets_a_token_a_step_and_its_prompt_now_and_then() -> None:
     assert point.tokens_per_s == pytest.approx(500 / request_s, rel=0.02)
     assert point.itl_p99_s == point.itl_p50_s, "0.2 % of the steps have a prompt"
     assert point.ttft_s == pytest.approx(MODEL.decode_s(1, 1250) + MODEL.prefill_s(1000), rel=0.02)
+
+
+def test_the_others_decode_while_a_prompt_is_computed() -> None:
+    point = curve(MODEL, TypicalRequest(1000, 500, 2048), 100, "").points[-1]
+    step_s = MODEL.seconds(StepBatch(100, 100 * 1250, 1000, 1, attention_pairs(0, 1000)))
+    assert point.ttft_s == pytest.approx(point.itl_p99_s + step_s)
 
 
 def test_the_knee_is_where_more_sequences_stop_to_pay() -> None:
