@@ -307,7 +307,7 @@ async def test_a_monthly_budget_is_of_all_gateways_and_of_the_calendar_month(gat
     reservation = await first.admit(limited, 800)
     refused = await outcome(second, limited, 300)
     assert isinstance(refused, LimitError)
-    assert refused.reason == "monthly_tokens"
+    assert (refused.reason, refused.code) == ("monthly_tokens", "insufficient_quota")
     assert int(refused.headers["Retry-After"]) == 6 * 24 * 3600 + 12 * 3600  # the first of December, 0:00
     await reservation.settle(100)
     await (await second.admit(limited, 900)).settle(900)

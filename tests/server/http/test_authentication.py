@@ -84,8 +84,10 @@ def test_a_key_has_a_name_and_a_lane(tmp_path: Path, presented: str, found: tupl
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_without_showing_a_key(tmp_path: Path, content: str, words: str) -> None:
+    path = _file(tmp_path, content)
     with pytest.raises(KeyFileError, match=words) as refused:
-        ApiKeys(_file(tmp_path, content))
+        ApiKeys(path)
+    assert str(path) in str(refused.value)
     assert "topsecret" not in str(refused.value)
     with pytest.raises(KeyFileError, match="cannot be read"):
         ApiKeys(tmp_path / "absent")
