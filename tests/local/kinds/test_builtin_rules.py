@@ -106,6 +106,11 @@ def pod(phase: str = "Running", **requests: str) -> dict[str, Any]:
     return {"metadata": {"name": "p"}, "spec": {"containers": [container]}, "status": {"phase": phase}}
 
 
+def with_init(**requests: str) -> dict[str, Any]:
+    """Only its init container requests anything."""
+    return pod() | {"spec": pod()["spec"] | {"initContainers": pod(**requests)["spec"]["containers"]}}
+
+
 def quota(**hard: str) -> dict[str, Any]:
     named = {resource.replace("_", "."): amount for resource, amount in hard.items()}
     return {"metadata": {"name": "q"}, "spec": {"hard": named}}
@@ -118,6 +123,7 @@ def quota(**hard: str) -> dict[str, Any]:
         pytest.param(quota(pods="1"), [pod()], "requested: pods=1, used: pods=1, limited: pods=1", id="no room"),
         pytest.param(quota(pods="1"), [pod("Succeeded")], None, id="what ended does not count"),
         pytest.param(quota(requests_cpu="1"), [pod(cpu="600m")], "limited: requests.cpu=1", id="cores"),
+        pytest.param(quota(requests_cpu="1"), [with_init(cpu="600m")], "used: requests.cpu=0.6", id="cores at first"),
         pytest.param(quota(requests_memory="1Gi"), [pod(cpu="600m")], None, id="nothing of that is asked for"),
     ],
 )
