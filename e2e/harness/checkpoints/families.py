@@ -160,7 +160,9 @@ OTHERS = {
     "olmoe": Family("olmoe", EXPERTS),
     "glm4-moe": Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 16}),
     "ernie4.5-moe": Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),
-    "minimax-m2": Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "minimax-m2": Family(
+        "minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "attn_type_list": [1, 1, 1]}
+    ),
     "granite-moe": Family("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite-4 micro, of a hybrid family and without hybrid layers": Family(
         "granitemoehybrid",

@@ -286,6 +286,9 @@ def _why_unserved(config: Mapping[str, Any], text: Mapping[str, Any], layer_type
     kinds -= {"full_attention", "sliding_attention", "attention"}  # the last one is Granite 4's name of the first
     if not layer_types:
         kinds = {what for key, what in UNSERVED_KEYS.items() if text.get(key) is not None}
+        numbers = text.get("attn_type_list")  # 0 in MiniMax-M1; all are 1, attention as usual, in MiniMax-M2
+        if isinstance(numbers, list) and 0 in numbers:
+            kinds.add("linear attention")
     if kinds:
         return f"it has layers of {', '.join(sorted(kinds))}"
     if text.get("model_type") in UNSERVED:

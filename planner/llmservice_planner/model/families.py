@@ -255,7 +255,6 @@ UNSERVED_KEYS: Mapping[str, str] = {
     "mamba_d_state": "state spaces",  # Jamba, Bamba, Falcon-H1, Granite 4
     "conv_L_cache": "convolutions",  # LFM2
     "index_topk": "attention to chosen tokens",  # DeepSeek V3.2, GLM-5
-    "attn_type_list": "linear attention",  # MiniMax-M1
 }
 """Keys of config.json by which such layers are known where `layer_types` does not list them."""
 UNSERVED = frozenset(

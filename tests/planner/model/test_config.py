@@ -294,7 +294,8 @@ def test_so_are_its_experts_also_where_each_layer_has_a_number_of_its_own() -> N
     common = {**sizes, "num_hidden_layers": 2, "max_position_embeddings": 512}
     hunyuan = {"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [2, 2], "moe_intermediate_size": [48, 48]}
     ernie = {"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48}
-    for config in (hunyuan, ernie):
+    minimax = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "attn_type_list": [1, 1]}
+    for config in (hunyuan, ernie, {"model_type": "minimax_m2", **minimax}):
         shape = _shape({**common, **config})
         assert (shape.num_experts, shape.experts_per_token, shape.moe_intermediate_size) == (8, 2, 48)
     assert _shape({**common, "model_type": "hunyuan_v1_dense", "num_experts": 1}).num_experts == 0
