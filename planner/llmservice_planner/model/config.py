@@ -223,13 +223,18 @@ def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[st
     }
 
 
+def refuse_processing(config: Mapping[str, Any]) -> None:
+    """Raises `ShapeError` where sentence-transformers would make an encoder's inputs otherwise than the server."""
+    for name in SENTENCES:
+        if (config.get(name) or {}).get("processing_kwargs"):
+            raise ShapeError(
+                f"{name}: processing_kwargs are not followed: remove them; the longest input belongs to max_seq_length"
+            )
+
+
 def max_seq_length(config: Mapping[str, Any]) -> int | None:
     """Tokens of an encoder's input to which sentence-transformers cuts it; None: to its context."""
     sentences = next((name for name in SENTENCES if config.get(name)), SENTENCES[0])
-    if (config.get(sentences) or {}).get("processing_kwargs"):
-        raise ShapeError(
-            f"{sentences}: processing_kwargs are not followed: remove them; the longest input belongs to max_seq_length"
-        )
     for name, key in ((sentences, "max_seq_length"), (TOKENIZER, "model_max_length")):
         length = (config.get(name) or {}).get(key)
         if length is None:

@@ -25,6 +25,7 @@ from llmservice_planner.model.config import (
     names_dtype,
     patched,
     read_config,
+    refuse_processing,
     shape_fields,
 )
 from llmservice_planner.model.dimensions import Dimensions
@@ -81,6 +82,7 @@ class ModelShape(Dimensions):
         shape = cls(**shape_fields(config))
         if not is_encoder(config):
             return shape
+        refuse_processing(config)
         shape = replace(shape, max_seq_length=max_seq_length(config))
         if shape.is_encoder:
             return shape

@@ -312,6 +312,9 @@ def _embedder(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) 
     vector_format = VectorFormat.of(config.model, config.pooling, runner.model.config.hidden_size, default="last")
     vector_format.modules.to(runner.model.device)
     sentences = {name: read_json_object(path) for name in SENTENCES if (path := config.model / name).is_file()}
+    for name, content in sentences.items():
+        if content.get("processing_kwargs"):  # of a model that also generates, for which they mean nothing
+            _LOG.warning("%s: processing_kwargs have no effect on /v1/embeddings", name)
     with as_load_errors():
         cut = max_seq_length(sentences)
     longest = min(kv_cache.max_model_len, config.step_tokens)

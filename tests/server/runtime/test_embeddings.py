@@ -134,7 +134,7 @@ def _save_for_embeddings(folder: Path, architecture: str) -> None:
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
 
 
-def test_vectors_of_a_decoder_go_through_its_modules(tmp_path: Path) -> None:
+def test_vectors_of_a_decoder_go_through_its_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are not of length 1 where modules.json names no Normalize."""
     torch.manual_seed(5)
     reference = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)).eval()
@@ -147,10 +147,12 @@ def test_vectors_of_a_decoder_go_through_its_modules(tmp_path: Path) -> None:
     (tmp_path / "2_Dense/config.json").write_text('{"activation_function": "torch.nn.Identity"}')
     weight = torch.randn(10, SMALL["hidden_size"])
     save_file({"linear.weight": weight}, tmp_path / "2_Dense/model.safetensors")
-    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
+    settings = {"max_seq_length": 100, "processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(settings))
     engine = load_engine(EngineConfig(model=tmp_path, dtype="float32", threads=1, max_model_len=128))
     assert (engine.ready.task, engine.ready.embedding_size) == ("generate", 10)
     assert engine.ready.max_embedding_tokens == 100
+    assert "sentence_bert_config.json: processing_kwargs have no effect on /v1/embeddings" in caplog.text
     assert isinstance(engine.embedder, BatchEmbedder)
     for ids, vector in zip(_inputs(3), _embed(engine.embedder, _inputs(3)), strict=True):
         with torch.inference_mode():
