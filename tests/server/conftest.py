@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import harness.gpu.triton_interpreter  # noqa: F401 - before a test imports transformers, which imports Triton's functions
+from harness.engine_driver import VOCAB
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
 LLMSERVICE = Path(sys.executable).with_name("llmservice")
@@ -150,6 +151,15 @@ class ServerProcess:
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose block takes 2 * 2 * 16 * 2 * 8 * 4 bytes, for engines without a process of their own."""
+    folder = tmp_path_factory.mktemp("tiny")
+    spec = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
+    write_tiny_model(folder, spec)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.engine_driver import VOCAB
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
@@ -18,7 +19,6 @@ from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
 NUM_MIXES = 20
 
@@ -46,14 +46,6 @@ PENALTIES: list[dict[str, Any]] = [
     {"logit_bias": {7: 2.0, 9: -100.0}},
 ]
 """Computed anew from the tokens at every step, so that whatever is lost on the way back from a preemption shows."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    spec = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
-    write_tiny_model(folder, spec)
-    return folder
 
 
 @pytest.fixture(scope="module")
