@@ -38,7 +38,7 @@ tools:          ## what the tests want from Debian: a real Prometheus, a real Re
 	  SUDO=; [ "$$(id -u)" = 0 ] || SUDO=sudo; \
 	  $$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus redis-server; }
 
-demo: setup     ## the whole path on this machine: manifest, tokens, scale up, scale down (about 3 minutes)
+demo: setup     ## the whole path on this machine: manifest, tokens, scale up, scale down (about 2 minutes)
 	$(BIN)/llmservice demo
 
 test: setup tools ## every test: unit, property, parity, chart, end to end

@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    help="watch one LLMService go from a manifest to tokens to three replicas and back, on this machine",
+    help="watch one LLMService go from a manifest to tokens to several replicas and back, on this machine",
     add_arguments=_add_arguments,
     run=_run,
     extra="local",

@@ -1,4 +1,4 @@
-"""The demo: from a manifest to tokens, to three replicas and back to one."""
+"""The demo: from a manifest to tokens, to several replicas and back to one."""
 
 from __future__ import annotations
 
