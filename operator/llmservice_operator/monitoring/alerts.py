@@ -77,11 +77,14 @@ def service_groups(namespace: str, name: str, ttft_target_s: float | None) -> li
 def latency_alerts(servers: str, ttft_target: str) -> tuple[Alert, ...]:
     """Alerts about the target. `servers` selects series of servers; `ttft_target` is an expression in seconds."""
     buckets = promql.selector(promql.TTFT_BUCKET, servers)
-    p99 = f"histogram_quantile(0.99, sum by ({_BY_SERVICE}, le) (rate({buckets}[1m])))"
+    p99, of_rare_scrapes = (
+        f"histogram_quantile(0.99, sum by ({_BY_SERVICE}, le) (rate({buckets}[{window}])))" for window in ("1m", "5m")
+    )
     return (
         Alert(
             name="LLMServiceTTFTOverTarget",
-            expr=f"{p99} > {ttft_target}",
+            # A minute has one sample or none where pods are scraped every 45 s or less often.
+            expr=f"({p99} or {of_rare_scrapes}) > {ttft_target}",
             lasting="1m",
             severity="critical",
             summary="{{ $labels.namespace }}/{{ $labels.service }} misses its target for the time to first token",
@@ -106,10 +109,11 @@ def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
         ),
         Alert(
             name="LLMServiceNotReady",
-            # Of a service that never had a pod, as its spec can't be served or applied, no replicas are asked for.
-            expr=f"{_condition('Ready', reports)} < 1"
-            f" and ({_reported('llmservice_operator_desired_replicas', reports)} > 0"
-            f" or {_condition('Stalled', reports)} == 1)",
+            # Ready is False in a rollout too, though every replica serves. Of a service that never had a pod, as its
+            # spec can't be served or applied, no replicas are asked for.
+            expr=f"{_reported('llmservice_operator_ready_replicas', reports)}"
+            f" < {_reported('llmservice_operator_desired_replicas', reports)}"
+            f" or {_condition('Stalled', reports)} == 1",
             lasting="10m",
             severity="critical",
             summary="{{ $labels.namespace }}/{{ $labels.service }} is not ready",
