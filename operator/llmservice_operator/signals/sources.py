@@ -136,8 +136,8 @@ class PrometheusSignals:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def read(self, namespace: str, pods: Sequence[Pod], window_s: float, now: float) -> Histories:
-        """The scrapes that Prometheus made of the pods within the window; raises SignalError."""
-        query = range_query(namespace, [pod.name for pod in pods], max(window_s, _STALE_AFTER_S))
+        """The scrapes that Prometheus made of the pods within the window, or the last two; raises SignalError."""
+        query = range_query(namespace, [pod.name for pod in pods], max(window_s, 2 * _STALE_AFTER_S))
         try:
             async with self._session.post(
                 self._url, data={"query": query, "time": f"{now:.3f}"}, timeout=self._timeout

@@ -197,7 +197,8 @@ async def test_one_query_brings_all_series(prometheus: tuple[str, list[str]], po
         histories = await PrometheusSignals(session, url).read("team-a", [pod_named("a")], 15.0, NOW)
 
     assert histories["a"][0].running == 3
-    assert len(queries) == 1
+    (query,) = queries
+    assert query.endswith("[180000ms]")  # two scrapes, where they are up to 90 s apart
 
 
 async def test_a_prometheus_that_is_down_raises(prometheus: tuple[str, list[str]], pod_named: Any) -> None:
