@@ -14,6 +14,7 @@ UNKNOWN_S = 600.0
 """Until the first pod has started: a model of many GiB takes minutes to load."""
 SHORTEST_S, LONGEST_S = 10.0, 3600.0
 _USUAL_S = 60.0
+_LAST_FOR_S = 3600.0
 _NODE_S = 600.0
 """An autoscaler makes a node in minutes, as a part of a start; a longer wait is for a GPU of which there is none."""
 _GROWTH_S = 60.0
@@ -61,7 +62,11 @@ class StartupTimes:
         self._measured = measured
         self._samples: dict[str, float] = {} if learned_s is None else {"status": float(learned_s)}
         self.last_s: tuple[float, float] | None = None
-        """The P90 before the last start-up that was measured, and what that one took; None before the second."""
+        """The P90 before the start-up that was last measured, and what that one took; None before the second.
+
+        An hour later, when it is no news any more, None again.
+        """
+        self._last_at_s = 0.0
         self._ages: dict[str, float] = {}
         self._observed_s: float | None = None
 
@@ -93,7 +98,10 @@ class StartupTimes:
                 continue
             predicted_s, took_s = self.p90_s, max(0.0, ready_s - began_s)
             self.last_s = None if predicted_s is None else (predicted_s, took_s)
+            self._last_at_s = steady_s
             self._samples[uid] = took_s
+        if steady_s - self._last_at_s > _LAST_FOR_S:
+            self.last_s = None
         for surplus in list(self._samples)[:-_KEPT]:
             del self._samples[surplus]
 

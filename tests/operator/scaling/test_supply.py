@@ -52,6 +52,16 @@ def test_a_restart_resumes_the_time_in_the_status_and_measures_what_came_after_i
     assert (times.p90_s, times.last_s) == (200, (90, 200))
 
 
+def test_a_slow_start_is_no_news_after_an_hour(pod_named: Callable[..., Pod]) -> None:
+    times = StartupTimes(90, measured=1)
+    pods = started(pod_named, 200, 30)
+    times.observe(pods, 2000, 0)
+    times.observe(pods, 5590, 3590)
+    assert times.last_s == (90, 200)
+    times.observe(pods, 5610, 3610)
+    assert (times.p90_s, times.last_s) == (200, None)
+
+
 def test_a_node_that_an_autoscaler_makes_is_part_of_a_start(pod_named: Callable[..., Pod]) -> None:
     times = StartupTimes()
     times.observe([], 900, 0)
