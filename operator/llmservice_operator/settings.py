@@ -94,7 +94,7 @@ class OperatorSettings:
     )
     prometheus_peers: tuple[str, ...] = _setting(
         "--prometheus-peer",
-        "let these pods scrape the services' pods; * is every namespace; repeatable"
+        "let these pods scrape the services' pods; * is every namespace; repeatable; an empty one: nobody"
         " (default: *:app.kubernetes.io/name=prometheus)",
         (),
         metavar="NAMESPACE[:KEY=VALUE,...]",
@@ -181,7 +181,8 @@ class OperatorSettings:
         from llmservice_operator.children.network_policy import DEFAULT_PROMETHEUS, PeerError, platform_peers
 
         try:
-            return platform_peers(self.own_namespace, self.prometheus_peers or [DEFAULT_PROMETHEUS])
+            given = self.prometheus_peers or [DEFAULT_PROMETHEUS]
+            return platform_peers(self.own_namespace, filter(None, given))
         except PeerError as error:
             raise ValueError(f"--prometheus-peer {error}") from error
 

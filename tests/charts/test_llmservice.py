@@ -22,6 +22,7 @@ from llmservice_gateway.access.keys import KEY_LABEL, digest_of, read_keys
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_local.selector import label_predicate
 from llmservice_operator.api.labels import GATEWAYS
+from llmservice_operator.settings import OperatorSettings
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "llmservice"
@@ -225,6 +226,17 @@ def test_what_tenants_may_name_reaches_the_operator(chart: helm.Chart) -> None:
         "--allow-env=OTEL_*",
     ]
     assert "--share-hf-token" in args
+
+
+def test_empty_lists_grant_nothing(chart: helm.Chart, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POD_NAMESPACE", "llmservice")
+    values = {"operator": {"usableSecrets": {"team-a": []}, "prometheusPeers": []}}
+    operator = named(render(chart, values), "Deployment", "release-llmservice-operator")
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    parser = argparse.ArgumentParser()
+    OperatorSettings.add_arguments(parser)
+    settings = OperatorSettings.of(parser.parse_args(container["args"][1:]))
+    assert (settings.usable_secrets(), settings.peers().prometheus) == ({}, ())
 
 
 def test_images_take_registry_and_tag_and_the_operator_is_told_the_servers(chart: helm.Chart) -> None:
@@ -692,6 +704,8 @@ def test_charts_copy_of_the_crd_is_current() -> None:
         ({"prometheusRule": {"enabled": 1}}, "enabled"),
         ({"commonLabels": {"app.kubernetes.io/name": "mine"}}, "commonLabels"),
         ({"operator": {"podLabels": {"a": 1}}}, "podLabels"),
+        ({"operator": {"tickSeconds": 61}}, "tickSeconds"),
+        ({"operator": {"prometheusPeers": ["monitoring:prometheus"]}}, "prometheusPeers"),
         ({"networkPolicy": {"gatewayFrom": {"podSelector": {}}}}, "gatewayFrom"),
         ({"networkPolicy": {"gatewayMetricsFrom": ["monitoring"]}}, "gatewayMetricsFrom"),
         ({"extraObjects": [3]}, "extraObjects"),
