@@ -17,6 +17,15 @@ from dashboard_queries import (
 )
 from grafana import Panel, Query, Row
 
+_CONDITION = f"llmservice_operator_condition{{{OPERATOR},type"
+# Ready is False where a service is scaled to zero, ScalingActive where the user sets the replicas, GatewayOnly where
+# clients may reach the pods.
+_NOT_AS_THEY_SHOULD_BE = (
+    f'1 + ({_CONDITION}="Ready"}} == 0 and on (namespace, name) llmservice_operator_desired_replicas > 0)'
+    f' or 1 + ({_CONDITION}=~"SizingValid|AdaptersReady|InferencePoolReady|SLOFeasible"}} == 0)'
+    f' or {_CONDITION}=~"Stalled|Degraded|NameTaken"}} == 1'
+)
+
 ROWS = (
     Row(
         "Replicas",
@@ -89,15 +98,10 @@ ROWS = (
         "Truth",
         (
             Panel(
-                "Conditions that do not hold",
-                "1: False, 2: Unknown; nothing to see is good. SLOFeasible: scaling can't meet the target.",
+                "Conditions that are not as they should be",
+                "Nothing to see is good. SLOFeasible: scaling can't meet the target.",
                 "none",
-                (
-                    Query(
-                        f'1 - (llmservice_operator_condition{{{OPERATOR},type!~"Progressing|Stalled"}} < 1)',
-                        "{{type}} {{namespace}}/{{name}}",
-                    ),
-                ),
+                (Query(_NOT_AS_THEY_SHOULD_BE, "{{type}} {{namespace}}/{{name}}"),),
             ),
             Panel(
                 "Prediction error of the sizing",

@@ -18,13 +18,14 @@ import dashboard_service
 from grafana import OPERATOR, SERVERS, Row, dashboard
 
 FOLDER = Path(__file__).parent / "llmservice" / "files" / "dashboards"
-BOARDS: dict[str, tuple[tuple[Row, ...], str | None, tuple[str, str]]] = {
+BOARDS: dict[str, tuple[tuple[Row, ...], str | None, tuple[str, str] | None]] = {
     "service": (dashboard_service.ROWS, dashboard_service.__doc__, SERVERS),
     "engine": (dashboard_engine.ROWS, dashboard_engine.__doc__, SERVERS),
-    "gateway": (dashboard_gateway.ROWS, dashboard_gateway.__doc__, SERVERS),
+    "gateway": (dashboard_gateway.ROWS, dashboard_gateway.__doc__, None),
     "autoscaler": (dashboard_autoscaler.ROWS, dashboard_autoscaler.__doc__, OPERATOR),
 }
-"""Panels, what they are about, and the metric and label that name the services to choose from."""
+"""Panels, what they are about, and the metric and label that name the services to choose from; the gateway's series
+name none."""
 
 
 def outputs() -> dict[Path, str]:

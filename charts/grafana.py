@@ -1,6 +1,6 @@
 """Grafana's dashboard JSON out of panels that say no more than they mean.
 
-Queries may use the variables of every dashboard: `$datasource`, `$namespace` and `$service`.
+Queries may use the variables `$datasource` and, where a dashboard is about services, `$namespace` and `$service`.
 """
 
 from __future__ import annotations
@@ -81,6 +81,16 @@ class Row:
     panels: tuple[Panel, ...]
 
 
+_DATASOURCES: Json = {
+    "name": "datasource",
+    "label": "Data source",
+    "type": "datasource",
+    "query": "prometheus",
+    "refresh": 1,
+    "multi": False,
+    "includeAll": False,
+    "hide": 0,
+}
 _STAT_OPTIONS: Json = {
     "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
     "colorMode": "value",
@@ -93,8 +103,11 @@ _GRAPH_OPTIONS: Json = {
 }
 
 
-def dashboard(uid: str, title: str, description: str, rows: Sequence[Row], services: tuple[str, str]) -> Json:
-    """A dashboard with the variables that its queries use; `services` is the metric and label that name services."""
+def dashboard(uid: str, title: str, description: str, rows: Sequence[Row], services: tuple[str, str] | None) -> Json:
+    """A dashboard with the variables that its queries use.
+
+    `services` is the metric and label that name services; None where the queries do not choose among them.
+    """
     return {
         "uid": uid,
         "title": title,
@@ -107,7 +120,7 @@ def dashboard(uid: str, title: str, description: str, rows: Sequence[Row], servi
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": _variables(*services)},
+        "templating": {"list": [_DATASOURCES, *(_variables(*services) if services else ())]},
         "annotations": {"list": []},
         "links": [
             {"type": "dashboards", "tags": ["llmservice"], "title": "LLM", "keepTime": True, "includeVars": True}
@@ -117,9 +130,7 @@ def dashboard(uid: str, title: str, description: str, rows: Sequence[Row], servi
 
 
 def _variables(metric: str, label: str) -> list[Json]:
-    source: Json = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
     return [
-        source | {"refresh": 1, "multi": False, "includeAll": False, "hide": 0},
         _label_variable("namespace", "Namespace", f"label_values({metric}, namespace)"),
         _label_variable("service", "Service", f'label_values({metric}{{namespace=~"$namespace"}}, {label})'),
     ]

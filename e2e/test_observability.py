@@ -26,7 +26,7 @@ from harness.wait import wait_for
 NAME, SCALED = "slow", "scaled"
 DASHBOARDS = Path(__file__).parents[1] / "charts" / "llmservice" / "files" / "dashboards"
 EMPTY_WHEN_ALL_IS_WELL = {
-    "Conditions that do not hold",
+    "Conditions that are not as they should be",
     *("Affinity hit rate", "Passed to another pod"),
     *("Requests by key, model and code", "Tokens by key", "Refused by a limit"),
     *("Held now", "Time that requests were held", "Wake-ups"),

@@ -18,7 +18,6 @@ import dashboards
 
 CHART = dashboards.FOLDER.parents[1]
 UNITS = {"s", "short", "none", "percent", "percentunit", "bytes", "ops", "reqps"}
-VARIABLES = {"datasource", "namespace", "service"}
 ALL = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(dashboards.FOLDER.glob("*.json"))}
 
 Panel = dict[str, Any]
@@ -52,17 +51,17 @@ def test_panels_are_told_apart_and_do_not_overlap(board: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("board", ALL.values(), ids=ALL)
 def test_variables_are_those_that_the_queries_use(board: dict[str, Any]) -> None:
-    assert {variable["name"] for variable in board["templating"]["list"]} == VARIABLES
     used = set(re.findall(r"\$\{?(\w+)", json.dumps([panel["targets"] for panel in panels_of(board)])))
-    assert used <= VARIABLES | {"__rate_interval", "__range", "1"}, "$1 is label_replace's own"
+    used -= {"__rate_interval", "__range", "1"}  # $1 is label_replace's own
+    assert {variable["name"] for variable in board["templating"]["list"]} == used
 
 
 def test_services_are_chosen_by_what_their_dashboard_reads() -> None:
     """What never came up has no servers to scrape, and is found on the autoscaler's dashboard all the same."""
-    asked = {name: board["templating"]["list"][2]["query"]["query"] for name, board in ALL.items()}
+    asked = {name: board["templating"]["list"][-1]["query"] for name, board in ALL.items()}
     assert asked["service"] == asked["engine"]
-    assert "llmservice_num_requests_running" in asked["service"]
-    assert "llmservice_operator_desired_replicas" in asked["autoscaler"]
+    assert "llmservice_num_requests_running" in asked["service"]["query"]
+    assert "llmservice_operator_desired_replicas" in asked["autoscaler"]["query"]
 
 
 @pytest.mark.parametrize("panel", EVERY_PANEL)
@@ -103,22 +102,37 @@ def test_conditions_of_a_service_that_is_well_are_not_shown(tmp_path: Path) -> N
     (expr,) = (
         target["expr"]
         for panel in panels_of(ALL["autoscaler"])
-        if panel["title"] == "Conditions that do not hold"
+        if panel["title"] == "Conditions that are not as they should be"
         for target in panel["targets"]
     )
-    well = {"Ready": 1, "Progressing": 0, "Stalled": 0, "ScalingActive": 1}
-    series = [(name, kind, value) for name in ("well", "away") for kind, value in well.items()]
-    series[series.index(("away", "Ready", 1))] = ("away", "Ready", 0)
+    well = {"Ready": 1, "Progressing": 0, "Stalled": 0, "ScalingActive": 0, "GatewayOnly": 0, "SLOFeasible": -1}
+    services = {
+        "well": (1, well),
+        "asleep": (0, well | {"Ready": 0}),
+        "away": (1, well | {"Ready": 0}),
+        "taken": (1, well | {"NameTaken": 1}),
+    }
     unit = {
         "input_series": [
             {"series": f'llmservice_operator_condition{{namespace="a",name="{name}",type="{kind}"}}', "values": value}
-            for name, kind, value in series
+            for name, (_, kinds) in services.items()
+            for kind, value in kinds.items()
+        ]
+        + [
+            {"series": f'llmservice_operator_desired_replicas{{namespace="a",name="{name}"}}', "values": desired}
+            for name, (desired, _) in services.items()
         ],
         "promql_expr_test": [
             {
                 "expr": expr.replace("$namespace", ".*").replace("$service", ".*"),
                 "eval_time": "0m",
-                "exp_samples": [{"labels": '{namespace="a",name="away",type="Ready"}', "value": 1}],
+                "exp_samples": [
+                    {"labels": '{namespace="a",name="away",type="Ready"}', "value": 1},
+                    {
+                        "labels": 'llmservice_operator_condition{namespace="a",name="taken",type="NameTaken"}',
+                        "value": 1,
+                    },
+                ],
             }
         ],
     }
