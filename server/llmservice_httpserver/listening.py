@@ -11,8 +11,9 @@ import uvicorn
 
 from llmservice_httpserver.protocol import BoundedHttpProtocol
 
-KEEP_ALIVE_S = 75
-"""Longer than the gateway's pool keeps a connection, so that no server closes one that is reused."""
+KEEP_ALIVE_S = 620
+"""Longer than a gateway's pool or a load balancer (Google's: 600 s) keeps a connection, so that none is reused that the
+server closes meanwhile."""
 _BACKLOG = 2048  # connections that the kernel holds; what is refused is decided after they are accepted
 
 
