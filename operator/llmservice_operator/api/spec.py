@@ -261,7 +261,9 @@ class LLMServiceSpec(SchemaModel):
         description="Which lane requests are served in: interactive goes first, batch takes what it leaves.",
     )
     autoscaling: Autoscaling | None = Field(
-        None, description="Let the operator choose the number of replicas; replicas is ignored then."
+        None,
+        description="Let the operator choose the number of replicas; replicas is ignored then. Where this is removed,"
+        " replicas counts again at once: set both in one change.",
     )
     gateway: GatewaySpec = Field(
         default_factory=GatewaySpec, description="What gateways other than this project's own need."
