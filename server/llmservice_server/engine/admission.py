@@ -40,8 +40,8 @@ class Admission:
         self._row = np.full(NUM_LENGTH_CLASSES, _ALL)  # whose moments are used for a class
         self._mean_prompt = 0.0  # without blocks that are shared with other requests
 
-    def observe(self, request: Request) -> None:
-        """A request has ended, for any reason, after its first token."""
+    def observe(self, request: Request, shared_tokens: int) -> None:
+        """A request has ended, for any reason, after its first token; others hold the blocks of `shared_tokens` too."""
         length = request.num_output_tokens
         for row in (request.length_class, _ALL):
             count = self._count[row] = min(self._count[row] + 1, _MEMORY)
@@ -50,8 +50,7 @@ class Admission:
             self._spread[row] = max(0.0, self._mean_square[row] / mean**2 - 1)
         if self._count[request.length_class] >= _ENOUGH:
             self._row[request.length_class] = request.length_class
-        own_prompt = request.num_prompt_tokens - request.num_shared_blocks * self.groups.block_size
-        self._mean_prompt += (own_prompt - self._mean_prompt) / self._count[_ALL]
+        self._mean_prompt += (request.num_prompt_tokens - shared_tokens - self._mean_prompt) / self._count[_ALL]
         self.caution = max(_LEAST_CAUTION, self.caution - _LESS_CAUTION)
 
     def observe_preemption(self) -> None:

@@ -23,6 +23,9 @@ from llmservice_server.types.errors import ConfigError
 
 INTERACTIVE, BATCH = LANES
 _PRIORITY = attrgetter("priority")
+_ASK_AGAIN_STEPS = 16
+"""For so many steps a request that did not fit is not considered again, where no blocks have come free for it: the most
+that the others will hold falls as they go on, but working it out takes a good part of a step's time on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,8 @@ class ContinuousScheduler:
         self._long_left = 0  # tokens of this step that long prompts may still take
         self._reserved_blocks = 0  # to running prompts, which take them chunk by chunk
         self._admitted_since_batch = 1 << 30  # interactive requests, since the last admission of a batch request
-        self._refused: set[Request] = set()  # did not fit, and no request has freed blocks since
+        self._refused: dict[Request, int] = {}  # did not fit into so many blocks, and no request has ended since
+        self._num_steps = 0
         self._block_size = pool.groups.block_size
 
     @property
@@ -113,7 +117,7 @@ class ContinuousScheduler:
     def finish(self, request: Request) -> None:
         """Take a request out of its queue and free its blocks, whatever ended it."""
         if request.status is not Status.FINISHED and request.num_output_tokens:
-            self.admission.observe(request)
+            self.admission.observe(request, self.blocks.shared_tokens(request))
             self._lane(request).serve_answer(request)
         if request.status is Status.RUNNING:
             self._stop_running(request)
@@ -138,6 +142,9 @@ class ContinuousScheduler:
         `num_computed_tokens` advances here, not after the step: what is scheduled is computed, in this order.
         """
         plan = Plan()
+        self._num_steps += 1
+        if self._num_steps % _ASK_AGAIN_STEPS == 0:
+            self._refused.clear()
         self._long_left = self.config.max_long_tokens
         self._cut_short = []
         self._yield_to_interactive(plan)
@@ -234,8 +241,9 @@ class ContinuousScheduler:
                     return running[len(running) - num_enough :]
                 num_victims += 1
                 victim = running[-num_victims]
-                now, seats = now + self.blocks.own(victim), seats + 1
-                later += in_the_end[-num_victims] - victim.num_shared
+                kept = self.blocks.held_by_others(victim)
+                now, seats = now + self.blocks.held(victim) - kept, seats + 1
+                later += in_the_end[-num_victims] - kept
             num_enough = num_victims
             tokens -= min(request.num_tokens - request.num_computed_tokens, self.config.prefill_chunk_tokens)
         return running[len(running) - num_enough :]
@@ -342,14 +350,15 @@ class ContinuousScheduler:
         return next((request for request in lane.in_order() if not self._is_long(request)), None)
 
     def _fits(self, request: Request) -> bool:
-        if request in self._refused:
+        available = self.pool.num_available - self._reserved_blocks
+        refused_at = self._refused.get(request)
+        if refused_at is not None and available <= refused_at and not self.blocks.finds_more(request):
             return False
         missing, num_unheld = self.blocks.consider(request)
         if not self.running:  # alone, a request may use the whole pool
             return missing <= self.pool.num_available
-        fits = missing + self._reserved_blocks + self.watermark_blocks <= self.pool.num_available
-        if not fits or self._peak(request, num_unheld) > self.pool.num_usable:
-            self._refused.add(request)
+        if missing + self.watermark_blocks > available or self._peak(request, num_unheld) > self.pool.num_usable:
+            self._refused[request] = available
             return False
         return True
 

@@ -25,10 +25,24 @@ class SequenceBlocks:
         length, shared = len(request.block_table), request.num_shared_blocks
         return sum([length - max(shared, slid) for slid in request.num_slid])
 
+    def held(self, request: Request) -> int:
+        """All blocks that a running request holds."""
+        return sum([len(request.block_table) - slid for slid in request.num_slid])
+
+    def held_by_others(self, request: Request) -> int:
+        """The blocks of a running request that stay held where it is preempted."""
+        num_holders = self.pool.num_holders
+        return sum([num_holders[block] > 1 for table in request.block_tables for block in table])
+
+    def shared_tokens(self, request: Request) -> int:
+        """The tokens of its prompt that lie in blocks which other requests hold too."""
+        num_holders, num_blocks = self.pool.num_holders, request.num_prompt_tokens // self._block_size
+        tables = (table[:num_blocks] for table in request.block_tables)
+        return max(sum([num_holders[block] > 1 for block in table]) for table in tables) * self._block_size
+
     def to_come(self, request: Request) -> int:
         """The most blocks that a running request will still take for the tokens that are known."""
-        held = sum([len(request.block_table) - slid for slid in request.num_slid])
-        return max(0, self.pool.groups.blocks(request.num_tokens) - held)
+        return max(0, self.pool.groups.blocks(request.num_tokens) - self.held(request))
 
     def find(self, request: Request, first: int = 0) -> list[list[int]]:
         """Of each group, the cached blocks of the request's beginning, from block `first` on, that it would read.
@@ -44,6 +58,10 @@ class SequenceBlocks:
                 unseen = min(len(blocks), self.pool.groups.first_seen(group, request.num_computed_tokens))
                 blocks[:unseen] = [NULL_BLOCK] * unseen
         return found
+
+    def finds_more(self, request: Request) -> bool:
+        """Whether more of its beginning is cached than when it was last considered."""
+        return bool(self.find(request, request.num_shared_blocks)[0])
 
     def consider(self, request: Request) -> tuple[int, int]:
         """Find blocks for a waiting request.

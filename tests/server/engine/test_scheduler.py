@@ -214,6 +214,45 @@ def test_a_request_waits_that_the_pool_is_not_predicted_to_hold() -> None:
     assert list(shares(bench.step())) == ["r1", "r2"]
 
 
+def steps_until_it_runs(bench: Bench, request: Request) -> int:
+    for number in range(1, 200):
+        bench.step()
+        if request.status is Status.RUNNING:
+            return number
+    raise AssertionError("it never ran")
+
+
+def test_a_request_that_was_refused_runs_once_a_window_has_freed_blocks() -> None:
+    bench = Bench(num_blocks=13, groups=BlockGroups(BLOCK_SIZE, 1, (8,), 16), max_num_batched_tokens=32)
+    first = bench.add(prompt=48, max_tokens=40)
+    second = bench.add(prompt=36, max_tokens=4)
+    assert list(shares(bench.step())) == ["r1"]
+    assert steps_until_it_runs(bench, second) <= 5
+    assert first.num_output_tokens < 4
+
+
+def test_a_request_that_was_refused_runs_once_another_has_computed_its_prompt() -> None:
+    bench = Bench(num_blocks=13, settings={"prefix_caching": True})
+    prompt = [*range(20, 52)]
+    first = bench.add(prompt, max_tokens=20)
+    second = bench.add(prompt, max_tokens=4)
+    assert list(shares(bench.step())) == ["r1"]
+    assert steps_until_it_runs(bench, second) <= 4
+    assert first.num_output_tokens < 4
+
+
+def test_a_request_that_was_refused_runs_before_another_ends_that_leaves_room_for_it() -> None:
+    bench = Bench(num_blocks=31, predicts=True, settings={"expected_tokens": 200})
+    first = bench.add(prompt=4, max_tokens=100)  # 26 blocks in the end
+    bench.step()
+    second = bench.add(prompt=4, max_tokens=60)  # 16, if it does not end long after the first one
+    steps_until_it_runs(bench, second)
+    assert first.status is Status.RUNNING
+    while bench.scheduler.running:
+        bench.step()
+    assert bench.scheduler.num_preemptions.total() == 0
+
+
 def test_answers_that_end_early_admit_more_than_their_max_tokens_would() -> None:
     bench = Bench(num_blocks=42, max_num_seqs=16, max_num_batched_tokens=64, predicts=True)
     bench.scheduler.admission.expected_tokens = 160
@@ -348,6 +387,41 @@ def test_batch_work_gives_its_blocks_to_interactive_work() -> None:
     plan = bench.step()
     assert plan.preempted == [batch]
     assert plan.scheduled[0].request is interactive
+
+
+def test_batch_work_gives_the_blocks_that_were_cached_for_it_too() -> None:
+    bench = Bench(num_blocks=21, max_num_batched_tokens=96, prefill_chunk_tokens=96, settings={"prefix_caching": True})
+    document = [*range(20, 84)]
+    bench.add(document, max_tokens=1, lane="batch")
+    bench.step()
+    batch = bench.add([*document, 1], lane="batch")
+    bench.step()
+    assert batch.num_cached_tokens == 64
+    interactive = bench.add(prompt=60)
+    assert bench.step().preempted == [batch]
+    assert interactive.status is Status.RUNNING
+
+
+def test_batch_work_keeps_blocks_that_stay_held_without_it() -> None:
+    bench = Bench(num_blocks=21, max_num_batched_tokens=96, prefill_chunk_tokens=96, settings={"prefix_caching": True})
+    document = [*range(20, 84)]
+    bench.add(document)
+    bench.add([*document, 1], lane="batch")
+    bench.step()
+    bench.add(prompt=20)
+    assert not bench.step().preempted
+
+
+def test_prompts_found_in_the_cache_make_room_for_others_only_where_requests_share_them() -> None:
+    bench = Bench(101, max_num_seqs=64, max_num_batched_tokens=96, predicts=True, settings={"prefix_caching": True})
+    conversation = [*range(20, 52)]
+    for _ in range(12):
+        request = bench.add(conversation, max_tokens=8)
+        while bench.scheduler.running or bench.scheduler.waiting:
+            bench.step()
+        conversation = [*request.token_ids, 9]
+    mean_prompt = 32 + 9 * 11 / 2  # no turn shares its beginning with a request that runs beside it
+    assert bench.scheduler.num_admissible == int(100 / ((mean_prompt + 8 / 2) / BLOCK_SIZE + 0.5))
 
 
 def test_batch_work_keeps_its_blocks_where_giving_them_up_would_not_let_anybody_in() -> None:
