@@ -19,6 +19,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 _LARGE_TILES = (90, 100, 103)  # compute capabilities
+_AMPERE = 80
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -50,6 +51,12 @@ INTERPRETED = isinstance(_probe, InterpretedFunction)
 def takes_large_tiles() -> bool:
     """Whether the GPU is a Hopper, or a Blackwell of data centres: their products read shared memory, of 227 KB."""
     return not INTERPRETED and triton.runtime.driver.active.get_current_target().arch in _LARGE_TILES
+
+
+@cache
+def has_little_shared_memory() -> bool:
+    """Whether the GPU is older than an Ampere: a T4 has 64 KB of shared memory for a program."""
+    return not INTERPRETED and triton.runtime.driver.active.get_current_target().arch < _AMPERE
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:

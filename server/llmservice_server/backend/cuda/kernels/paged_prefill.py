@@ -17,7 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, jit_for_any, takes_large_tiles
+from llmservice_server.backend.cuda.kernels.jit import (
+    dot_dtype,
+    has_little_shared_memory,
+    jit,
+    jit_for_any,
+    takes_large_tiles,
+)
 from llmservice_server.backend.cuda.kernels.paged_decode import (
     add_values,
     bounded,
@@ -40,9 +46,12 @@ _STAGES = 2
 def tile_rows(group: int, width: int, itemsize: int) -> int:
     """Rows of a tile, each a token and a head: as many as registers hold beside sums that are `width` wide.
 
-    Products of float32 (`itemsize` 4) do not use the tensor cores and need more registers.
+    Products of float32 (`itemsize` 4) do not use the tensor cores and need more registers. Before Ampere, queries, keys
+    and values of 16 bits have to fit into 64 KB.
     """
     rows = 16 if itemsize == 4 else 64 if width > 128 else 128
+    if itemsize == 2 and has_little_shared_memory():
+        rows = min(rows, 8192 // width)
     return max(rows, _group_rows(group, width))
 
 

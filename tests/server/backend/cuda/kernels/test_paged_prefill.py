@@ -3,6 +3,7 @@ import torch
 
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.block_tables import BlockTables
+from llmservice_server.backend.cuda.kernels import paged_prefill
 from llmservice_server.backend.cuda.kernels.layer_ops import store
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tile_rows, tokens_per_tile
 from llmservice_server.backend.step_input import StepInput
@@ -59,6 +60,12 @@ def test_every_token_is_in_one_tile_and_the_longest_work_comes_first() -> None:
 @pytest.mark.parametrize(("heads", "head_dim", "tokens"), [((32, 8), 128, 32), ((28, 4), 128, 16), ((8, 8), 256, 64)])
 def test_a_tile_holds_the_heads_that_share_a_key_head(heads: tuple[int, int], head_dim: int, tokens: int) -> None:
     assert tokens_per_tile(*heads, head_dim, torch.bfloat16) == tokens
+
+
+@pytest.mark.parametrize(("width", "rows"), [(64, 128), (128, 64), (256, 32), (512, 16)])
+def test_tiles_are_smaller_before_ampere(width: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_prefill, "has_little_shared_memory", lambda: True)
+    assert tile_rows(group=4, width=width, itemsize=2) == rows
 
 
 def test_a_tile_has_room_for_one_token_of_many_heads() -> None:
