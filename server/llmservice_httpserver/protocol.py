@@ -49,7 +49,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Refuses heads that are too large (431), incomplete for too long (408) or no HTTP (400), and closes the connection
     after that.
 
-    A client that does not read what it is sent for `client_timeout_s` is disconnected. Until then at most the
+    A client that reads nothing of what it is sent for `client_timeout_s` is disconnected. Until then at most the
     transport's buffer is kept for it: an application that awaits `send` produces no more. A head with both
     Content-Length and Transfer-Encoding, or with two lengths, is refused by the parser (RFC 9112, section 6.3).
     """
@@ -137,7 +137,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def resume_writing(self) -> None:
-        self._stop_read_timer()
+        if not self.transport.is_closing():  # the rest of what is buffered has to be read too
+            self._stop_read_timer()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
@@ -146,10 +147,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._await_reader()
 
     def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # closing it would wait for the client to read
-        else:
-            super().timeout_keep_alive_handler()
+            self._await_reader()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.client_timeout_s, self._on_head_timeout)
@@ -175,7 +175,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _await_reader(self) -> None:
         if self._read_timer is None:
-            self._read_timer = self.loop.call_later(self.client_timeout_s, self.transport.abort)
+            unread = self.transport.get_write_buffer_size()
+            self._read_timer = self.loop.call_later(self.client_timeout_s, self._on_read_timeout, unread)
+
+    def _on_read_timeout(self, unread_before: int) -> None:
+        self._read_timer = None
+        if self.transport.get_write_buffer_size() < unread_before:
+            self._await_reader()
+        else:
+            self.transport.abort()
 
     def _is_answering(self) -> bool:
         return bool(self.cycle) and not self.cycle.response_complete  # it is None before the first request

@@ -16,10 +16,12 @@ from llmservice_httpserver.protocol import MAX_HEAD_BYTES, BoundedHttpProtocol
 from llmservice_planner.addresses import ANY_ADDRESS
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+LARGE = 2**18
 
 
 class App:
-    """Answers with the body that it received, before it is received (/early), or with more than a socket holds."""
+    """Answers with the body that it received, before it is received (/early), or with more than a socket holds: in one
+    piece (/large), or without an end (/endless)."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -37,6 +39,8 @@ class App:
         while scope["path"] == "/endless":
             await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
             await asyncio.sleep(0)
+        if scope["path"] == "/large":
+            body = bytes(LARGE)
         await send({"type": "http.response.body", "body": b"[" + body + b"]"})
 
 
@@ -45,6 +49,7 @@ async def served(client_timeout_s: float = 5.0) -> AsyncIterator[tuple[App, Http
     app = App()
     server = HttpServer(app, BoundedHttpProtocol.with_timeout(client_timeout_s))
     listener = bind("127.0.0.1", 0, "--port")
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what is not read stays in the process
     port = listener.getsockname()[1]
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
@@ -197,6 +202,52 @@ async def test_a_client_that_does_not_read_is_disconnected_and_costs_a_bounded_b
                 assert all(each.transport.get_write_buffer_size() < 2**18 for each in connections)
                 await asyncio.sleep(0.01)
         writer.transport.abort()
+
+
+@asynccontextmanager
+async def slow_reader(port: int, request: bytes) -> AsyncIterator[socket.socket]:
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", port))
+        await loop.sock_sendall(client, request)
+        async with asyncio.timeout(20):
+            yield client
+
+
+ONLY = b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("request_", [ONLY, ONLY.replace(b"close", b"keep-alive")], ids=["close", "keep-alive"])
+async def test_an_answer_that_is_read_slowly_but_steadily_is_sent_whole(
+    request_: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than a client may read nothing, and than a connection without a request is kept."""
+    monkeypatch.setattr("llmservice_httpserver.listening.KEEP_ALIVE_S", 0.5)
+    async with served(client_timeout_s=0.5) as (_, _, port), slow_reader(port, request_) as client:
+        num_bytes = 0
+        while piece := await asyncio.get_running_loop().sock_recv(client, 16384):
+            num_bytes += len(piece)
+            await asyncio.sleep(0.02)
+    assert num_bytes > LARGE
+
+
+@pytest.mark.parametrize("unread", [LARGE, LARGE // 2, 12_000], ids=["the start", "the middle", "the end"])
+@pytest.mark.parametrize("request_", [ONLY, ONLY.replace(b"close", b"keep-alive")], ids=["close", "keep-alive"])
+async def test_a_client_that_stops_reading_an_answer_is_disconnected(
+    request_: bytes, unread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmservice_httpserver.listening.KEEP_ALIVE_S", 0.2)
+    async with served(client_timeout_s=0.2) as (_, server, port), slow_reader(port, request_) as client:
+        connections = server.server_state.connections
+        while not any(one.transport.get_write_buffer_size() for one in connections):
+            await asyncio.sleep(0)
+        while any(one.transport.get_write_buffer_size() > unread for one in connections):
+            await asyncio.get_running_loop().sock_recv(client, 512)
+        assert all(one.transport.get_write_buffer_size() for one in connections), "something is left to be read"
+        while connections:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_request_that_is_read_slowly_but_steadily_is_answered_whole() -> None:

@@ -44,7 +44,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="how long a client may take to send a request's head, or its body (408), or to read what it is sent",
+        help="how long a client may take to send a request's head, or its body (408), or read nothing of its answer",
     )
     add(
         "--hold-timeout",

@@ -46,7 +46,7 @@ class GatewayConfig:
     read_timeout_s: float = 600.0
     """How long a pod may pause within a response."""
     client_timeout_s: float = 60.0
-    """How long a client may take to send a request's head, or its body, or to read what it is sent."""
+    """How long a client may take to send a request's head, or its body, or may read nothing of what it is sent."""
     hold: HoldLimits = field(default_factory=HoldLimits)
 
 
