@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import quote, urlsplit
@@ -44,7 +44,7 @@ class ModelLocation:
     repository: str = ""
     revision: str = "main"
     hf_endpoint: str | None = None
-    """The hub that it is downloaded from, unless that is the default."""
+    """The hub that the model, and adapters, are downloaded from (hf), unless that is the default."""
     claim: str | None = None
     """The PersistentVolumeClaim that is mounted (pvc)."""
     image: str | None = None
@@ -53,6 +53,10 @@ class ModelLocation:
 
 def locate(source: ModelSource, file_root: Path | None, hf_endpoint: str | None = None) -> ModelLocation:
     """Where a pod finds the model; raises ModelSourceError for an invalid source."""
+    return replace(_location(source, file_root), hf_endpoint=hf_endpoint)
+
+
+def _location(source: ModelSource, file_root: Path | None) -> ModelLocation:
     uri = source.uri
     if not uri.isprintable():
         raise ModelSourceError("InvalidURI", "model.uri holds control characters: correct it")
@@ -60,7 +64,7 @@ def locate(source: ModelSource, file_root: Path | None, hf_endpoint: str | None 
         case "file":
             return _file_location(uri, file_root)
         case "hf":
-            return _hf_location(source, hf_endpoint)
+            return _hf_location(source)
         case "pvc":
             return _pvc_location(uri)
         case "s3":
@@ -89,7 +93,7 @@ def _file_location(uri: str, root: Path | None) -> ModelLocation:
     return ModelLocation("file", str(folder))
 
 
-def _hf_location(source: ModelSource, endpoint: str | None) -> ModelLocation:
+def _hf_location(source: ModelSource) -> ModelLocation:
     uri = source.uri
     match = _HF.fullmatch(uri)
     revision = source.revision or (match["revision"] if match else None) or "main"
@@ -101,9 +105,7 @@ def _hf_location(source: ModelSource, endpoint: str | None) -> ModelLocation:
         name = f"hf/{repository}@{quote(revision, safe='')}"
     fetch_uri = uri if source.revision is None else f"hf://{repository}@{revision}"
     path = f"{MODELS_MOUNT}/{name}"
-    return ModelLocation(
-        "hf", path, fetch_uri=fetch_uri, repository=repository, revision=revision, hf_endpoint=endpoint
-    )
+    return ModelLocation("hf", path, fetch_uri=fetch_uri, repository=repository, revision=revision)
 
 
 def _s3_location(source: ModelSource) -> ModelLocation:

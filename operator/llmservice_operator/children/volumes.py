@@ -95,13 +95,15 @@ def _room(weights_file_bytes: int) -> str:
 def _environment(source: ModelSource, location: ModelLocation) -> list[Manifest]:
     if location.kind == "s3":
         return _s3_environment(source)
-    env: list[Manifest] = []
-    if location.hf_endpoint is not None:
-        env.append({"name": "HF_ENDPOINT", "value": location.hf_endpoint})
+    env = _hub_environment(location)
     if secret := source.secret_ref:
         reference = {"secretKeyRef": {"name": secret.name, "key": "token"}}
         env += [{"name": "LLMSERVICE_SECRET", "value": secret.name}, {"name": "HF_TOKEN", "valueFrom": reference}]
     return env
+
+
+def _hub_environment(location: ModelLocation) -> list[Manifest]:
+    return [] if location.hf_endpoint is None else [{"name": "HF_ENDPOINT", "value": location.hf_endpoint}]
 
 
 def _s3_environment(source: ModelSource) -> list[Manifest]:
@@ -161,10 +163,14 @@ def adapter_mounts(service: LLMService) -> list[Manifest]:
 
 
 def adapter_environment(service: LLMService, location: ModelLocation) -> list[Manifest]:
-    """Of the server, which fetches adapters: the model's hub or store, without its credentials."""
+    """Of the server, which fetches adapters: the hub and the model's store, without credentials.
+
+    The hub also where no adapter is from there: one that is added must not restart the pods.
+    """
     if not service.spec.max_loras:
         return []
-    return [one for one in _environment(service.spec.model, location) if one["name"] in _STORES]
+    env = [*_hub_environment(location), *_s3_environment(service.spec.model)]
+    return [one for one in env if one["name"] in _STORES]
 
 
 TMP_MOUNT = "/tmp"  # noqa: S108 - a volume of the pod's own

@@ -102,6 +102,15 @@ def test_pods_reach_the_sources_of_their_adapters(service_of: Any) -> None:
     assert rules == [{"to": PUBLIC, "ports": [{"protocol": "TCP", "port": 443}]}]
 
 
+@pytest.mark.parametrize("uri", ["pvc://claim/m", "oci://registry.example.com/m", "s3://bucket/m", "file:///m"])
+def test_pods_reach_the_mirror_that_their_adapters_come_from(service_of: Any, uri: str) -> None:
+    model = {"uri": uri} | ({"s3": {"endpoint": "http://minio:9000"}} if uri.startswith("s3") else {})
+    adapters = [{"name": "a", "uri": "hf://o/a"}]
+    _dns, *rules = egress(service_of(model=model, adapters=adapters), "http://mirror:8080")
+    assert {"to": ANYWHERE, "ports": [{"protocol": "TCP", "port": 8080}]} in rules
+    assert not any(rule["to"] == PUBLIC for rule in rules)
+
+
 def test_further_egress_rules_are_passed_unchanged(service_of: Any) -> None:
     proxy = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"port": 3128}]}
     metadata = {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}]}

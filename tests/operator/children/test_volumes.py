@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmservice_operator.children.deployment import expected_deployment
+from llmservice_operator.children.volumes import adapter_environment
 from llmservice_operator.locations import Model, locate
 from llmservice_operator.sizing import Sized, size
 
@@ -164,3 +166,24 @@ def test_a_file_model_is_mounted_from_the_node_read_only(service_of: Any, sized:
     assert _models(spec) == {"hostPath": {"path": "/srv/models/tiny", "type": "Directory"}}
     assert _mount(server) == {"name": "models", "mountPath": "/srv/models/tiny", "readOnly": True}
     assert server["args"][server["args"].index("--model") + 1] == "/srv/models/tiny"
+
+
+@pytest.mark.parametrize(
+    ("model", "store"),
+    [
+        ({"uri": "hf://org/name", "secretRef": {"name": "hf"}}, {}),
+        ({"uri": "pvc://claim/m"}, {}),
+        ({"uri": "oci://registry.example.com/m"}, {}),
+        ({"uri": "file:///m"}, {}),
+        (
+            {"uri": "s3://bucket/m", "s3": {"endpoint": "http://minio", "credentialsSecretRef": {"name": "b"}}},
+            {"AWS_ENDPOINT_URL": "http://minio"},
+        ),
+    ],
+)
+def test_adapters_come_from_the_mirror_wherever_the_model_is_from(
+    service_of: Any, model: dict[str, Any], store: dict[str, str], tmp_path: Path
+) -> None:
+    service = service_of(model=model, engine={"maxLoras": 1})
+    env = adapter_environment(service, locate(service.spec.model, tmp_path, "http://mirror"))
+    assert _environment({"env": env}) == {"HF_ENDPOINT": "http://mirror"} | store
