@@ -309,6 +309,9 @@ class Reconciler:
         decision, memory.scaling = decide_replicas(
             service, sizing, demand, supply, memory.scaling, seen.now, seen.steady_s, slo=memory.slo
         )
+        if service.spec.autoscaling is not None and seen.serving and not decision.active and isinstance(sizing, Sized):
+            why = self.signals.why_none(service.spec.autoscaling.metrics.source)
+            decision = replace(decision, reasons=(f"{why}: holding at {decision.replicas}",)) if why else decision
         self._track_zero(seen, memory, decision)
         metrics.sized(*service.key, sizing.reason if isinstance(sizing, SizingProblem) else None)
         if service.spec.autoscaling is not None:

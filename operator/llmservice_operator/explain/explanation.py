@@ -342,8 +342,8 @@ _REMEDIES = {
     "AwaitingPod": "Wait for the first pod, or give the figures of the model's config.json in spec.model.shape.",
     "ImageVolumesUnsupported": "Turn the feature on in the cluster, or serve the model from hf://, s3:// or pvc://.",
     # scaling and targets
-    "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8001 or Prometheus"
-    " (its log says which fails).",
+    "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8001, or the Prometheus of the"
+    " chart's operator.prometheusUrl (its log says which fails).",
     "NoGateway": "No request can start a replica. See that gateways run in the operator's namespace with the label"
     " app.kubernetes.io/component=gateway, and that the operator reaches their port metrics.",
     "NoReadyPods": "Replicas are held until a pod is ready.",

@@ -66,6 +66,15 @@ class Signals:
                 return load
         return None
 
+    def why_none(self, source: SourceName) -> str | None:
+        """Why nothing can be read from `source` with this operator's flags; None: something can."""
+        if self._readers(source):
+            return None
+        return (
+            "metrics.source is prometheus, but the operator has no Prometheus: set the chart's operator.prometheusUrl"
+            " (--prometheus-url), or metrics.source: auto"
+        )
+
     def _readers(self, source: SourceName) -> list[tuple[str, SignalSource]]:
         prometheus = [("prometheus", self._prometheus)] if self._prometheus else []
         pods = [("pods", self._pods)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import pytest
 
 from harness.world.one_service import APPS, AUTOSCALING, NS, SERVICES, World, busy_service
 from llmservice_operator.api.labels import DELETION_COST
 from llmservice_operator.cluster.kube_client import APPLY, KubeError
+from llmservice_operator.signals.sources import PodSignals, Signals
 
 
 async def test_load_adds_replicas_and_idle_ones_are_removed_after_the_window(world: World, manifest_of: Any) -> None:
@@ -79,6 +81,21 @@ async def test_prometheus_alone_does_not_fall_back_to_the_pods(world: World, man
 
     assert await world.replicas() == 1
     assert (await world.condition("ScalingActive"))["reason"] == "NoMetrics"
+
+
+async def test_prometheus_alone_without_a_url_of_one_says_what_to_set(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling={**AUTOSCALING, "metrics": {"source": "prometheus"}}))
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (8, 18))
+
+    async with aiohttp.ClientSession() as session:
+        world.reconciler.signals = Signals(PodSignals(session), None)
+        await world.run_pass(after_s=5)
+
+    assert await world.replicas() == 1
+    condition = await world.condition("ScalingActive")
+    assert condition["reason"] == "NoMetrics"
+    assert "set the chart's operator.prometheusUrl" in condition["message"]
 
 
 async def test_lowering_max_replicas_removes_the_least_busy_pods(world: World, manifest_of: Any) -> None:
