@@ -54,7 +54,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long a request waits for a service without a ready pod, which it starts; 0: not at all",
     )
     add("--max-held-requests", type=count, default=1000, metavar="N", help="more are refused with 503 and Retry-After")
-    add("--max-held-mib", type=count, default=256, metavar="MIB", help="of their bodies; more are refused likewise")
+    add("--max-held-mib", type=count, default=128, metavar="MIB", help="of their bodies; more are refused likewise")
     add("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS on --port")
     add("--tls-key", type=Path, metavar="FILE", help="its key; both are reloaded when they change")
     add(

@@ -34,7 +34,7 @@ class HoldLimits:
     """Of one gateway, over all services. With `timeout_s` 0 no request is held."""
 
     requests: int = 1000
-    body_bytes: int = 256 * 1024**2
+    body_bytes: int = 128 * 1024**2
     timeout_s: float = 600.0
     comment_s: float = 10.0
     """Clients of streams receive a comment each time that this has passed, so that no proxy closes the connection."""
@@ -49,6 +49,7 @@ class PodRequest:
     headers: Headers
     """The client's."""
     body: bytes
+    """Empty once a response has begun."""
     request_id: str
     arrived_s: float
     is_stream: bool

@@ -24,7 +24,8 @@ from llmservice_gateway.openai_error import GatewayError, unavailable
 from llmservice_gateway.reply import BrokenAnswerError, Receive, Reply, Send
 from llmservice_gateway.requests.holding import Holding, HoldLimits, PodRequest
 from llmservice_gateway.requests.proxy import TIMEOUT_HEADER, Proxy
-from llmservice_gateway.routing.demand import Estimator, Usage, affinity
+from llmservice_gateway.routing.demand import Demand, Estimator, Usage, affinity
+from llmservice_gateway.routing.routes import Route
 from llmservice_gateway.routing.table import Routing
 
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -98,7 +99,9 @@ class Inference:
                     model=model,
                     find=lambda: self._routing.table.find(model),
                 )
-                await self._answer(request, payload, key, receive, reply)
+                demand = self._demand(request, payload)
+                del payload, raw  # they would take memory for as long as the request is held, or runs
+                await self._answer(request, demand, key, receive, reply)
             except (GatewayError, RecursionError) as error:
                 refusal = error if isinstance(error, GatewayError) else _nested_too_deeply()
                 code = str(refusal.status)
@@ -112,17 +115,20 @@ class Inference:
             if self._access is not None and key is not None:
                 self._access.answered(key, model, code)
 
-    async def _answer(
-        self, request: PodRequest, payload: dict[str, Any], key: Key | None, receive: Receive, reply: Reply
-    ) -> None:
+    def _estimator(self, route: Route) -> Estimator:
+        return self._estimators.setdefault(_name(route), Estimator())
+
+    def _demand(self, request: PodRequest, payload: dict[str, Any]) -> Demand:
         route = request.find()
-        name = f"{route.namespace}/{route.served_name}"
-        estimator = self._estimators.setdefault(name, Estimator())
         session = request.headers.get(SESSION_HEADER)
         generates = request.path.partition("?")[0] in GENERATING_PATHS
-        demand = estimator.demand(
-            payload, generates=generates, affinity=affinity(name, payload, session, generates=generates)
-        )
+        shared = affinity(_name(route), payload, session, generates=generates)
+        return self._estimator(route).demand(payload, generates=generates, affinity=shared)
+
+    async def _answer(
+        self, request: PodRequest, demand: Demand, key: Key | None, receive: Receive, reply: Reply
+    ) -> None:
+        route = request.find()
         admission: Admission | None = None
         if self._access is not None and key is not None:
             admission = await self._access.admit(key, request.model, route, demand)
@@ -143,7 +149,7 @@ class Inference:
             raise unavailable("The gateway is shutting down: retry.", "shutting_down") from None
         finally:
             if usage is not None:
-                estimator.learn(payload, usage)
+                self._estimator(route).learn(demand, usage)
             if admission is not None:
                 await admission.settle(_NOTHING if usage is None and _computed_nothing(status) else usage)
 
@@ -246,6 +252,10 @@ def _nested_too_deeply() -> GatewayError:
     return GatewayError(
         400, "The request's body is not valid JSON for a model: it is nested too deeply.", "invalid_json"
     )
+
+
+def _name(route: Route) -> str:
+    return f"{route.namespace}/{route.served_name}"
 
 
 def _renamed(payload: dict[str, Any], served_name: str) -> bytes:

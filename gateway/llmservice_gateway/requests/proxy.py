@@ -188,6 +188,7 @@ class Proxy:
                 raise _AnotherPodError(UNTRUSTED)
             if upstream.status in REFUSALS:
                 raise _AnotherPodError(str(upstream.status), await _refusal(upstream))
+            request.body = b""  # no other pod is sent it any more
             try:
                 return await _relay(upstream, request, reply)
             except GatewayError:

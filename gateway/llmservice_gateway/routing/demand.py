@@ -38,6 +38,9 @@ class Demand:
     """What the request allows, of all choices; None: it sets no limit."""
     affinity: bytes | None = None
     """Requests with the same value share the beginning of their prompts. None: there is nothing to share."""
+    chars: int = field(default=0, compare=False)
+    """Of a prompt of text alone; 0: it has token ids."""
+    choices: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +83,23 @@ class Estimator:
         """Of a request's body, which need not be valid beyond being a JSON object."""
         chars, tokens = _size(payload)
         prompt_tokens = tokens + round(chars * self._tokens_per_char.value)
+        text_chars = 0 if tokens else chars
         if not generates:
-            return Demand(prompt_tokens, 0, 0, affinity)
-        choices = _choices(payload)
+            return Demand(prompt_tokens, 0, 0, affinity, text_chars)
+        choices = _bounded(payload.get("n"), _MOST_CHOICES) or 1
         limits = (_bounded(payload.get(name), _MOST_TOKENS) for name in _LIMITS)
         limit = next((limit for limit in limits if limit is not None), None)
         expected = max(1, round(self._output_tokens.value))
         expected = expected if limit is None else min(expected, limit)
-        return Demand(prompt_tokens, expected * choices, None if limit is None else limit * choices, affinity)
+        limit = None if limit is None else limit * choices
+        return Demand(prompt_tokens, expected * choices, limit, affinity, text_chars, choices)
 
-    def learn(self, payload: Mapping[str, Any], usage: Usage) -> None:
+    def learn(self, demand: Demand, usage: Usage) -> None:
         """Take the pod's figures of a request that ended."""
-        chars, tokens = _size(payload)
-        if chars and not tokens and usage.prompt:
-            self._tokens_per_char.add(usage.prompt / chars)
+        if demand.chars and usage.prompt:
+            self._tokens_per_char.add(usage.prompt / demand.chars)
         if usage.completion:
-            self._output_tokens.add(usage.completion / _choices(payload))
+            self._output_tokens.add(usage.completion / demand.choices)
 
 
 def affinity(model: str, payload: Mapping[str, Any], session: str | None, *, generates: bool) -> bytes | None:
@@ -161,10 +165,6 @@ def _size(payload: Mapping[str, Any]) -> tuple[int, int]:
         elif isinstance(value, dict):
             pending += [part for name, part in value.items() if name not in _NO_TEXT]
     return chars, tokens
-
-
-def _choices(payload: Mapping[str, Any]) -> int:
-    return _bounded(payload.get("n"), _MOST_CHOICES) or 1
 
 
 def _bounded(value: Any, most: int) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -172,6 +173,35 @@ async def test_a_failure_after_comments_is_an_error_event(
     assert event == b"event: error"
     expected = "temperature" if by_pod else "ModelLoadFailed"
     assert expected in json.loads(data.removeprefix(b"data: "))["error"]["message"]
+
+
+async def test_a_request_takes_memory_only_for_its_body_and_none_once_it_is_answered(
+    gateway_front: Any, cluster: Any, start_pod: StartPod
+) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await asyncio.Event().wait()
+        return response
+
+    async with gateway_front(GatewayConfig()) as front:
+        cluster.emit("llmservices", "ADDED", service())
+        await front.until("llama", 0)
+        pod = await start_pod("a")
+        pod.answer = stream
+        body = json.dumps({"model": "llama", "messages": [{"role": "user", "content": "word " * 200_000}]}).encode()
+        tracemalloc.start()
+        try:
+            asking = asyncio.create_task(front.client.post(CHAT, data=body))
+            await until_held(front, 1)
+            assert len(body) <= tracemalloc.get_traced_memory()[0] < 1.5 * len(body)
+            cluster.emit("pods", "ADDED", pod.manifest("llama"))
+            async with await asking as response:
+                assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
+                assert tracemalloc.get_traced_memory()[0] < 1.5 * len(body), "that of the pod, which is in this process"
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize("limits", [HoldLimits(requests=1), HoldLimits(body_bytes=600)], ids=["number", "bytes"])

@@ -84,9 +84,10 @@ def test_any_body_has_a_demand(payload: dict[str, Any], generates: bool) -> None
 def test_estimates_follow_what_pods_report() -> None:
     estimator = Estimator()
     payload = {"prompt": "x" * 400, "max_tokens": 50, "n": 2}
-    assert estimator.demand(payload, generates=True, affinity=None) == Demand(100, 100, 100)
+    demand = estimator.demand(payload, generates=True, affinity=None)
+    assert demand == Demand(100, 100, 100)
     for _ in range(3):
-        estimator.learn(payload, Usage(prompt=200, cached=0, completion=20))
+        estimator.learn(demand, Usage(prompt=200, cached=0, completion=20))
     assert estimator.demand(payload, generates=True, affinity=None) == Demand(200, 20, 100)
     assert estimator.demand({"prompt": [1, 2, 3]}, generates=True, affinity=None) == Demand(3, 10, None)
     assert estimator.demand({"input": "x" * 400}, generates=False, affinity=None) == Demand(200, 0, 0)
