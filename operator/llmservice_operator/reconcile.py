@@ -161,6 +161,8 @@ class Reconciler:
 
     async def run_pass(self, namespace: str, name: str) -> bool:
         """Reconcile one service; False once it is gone. Raises KubeError."""
+        if not self.cache.is_read(namespace):
+            return True  # its watch of services was faster: a later pass sees its pods too
         try:
             seen = self._observe(namespace, name)
         except InvalidSpecError as error:

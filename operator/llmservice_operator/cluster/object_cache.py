@@ -40,6 +40,8 @@ class ObjectCache:
         """By namespace."""
         self._deleted: dict[str, int] = {}
         self._kinds: dict[str, bool] = {}
+        self.unread: set[tuple[str, str]] = set()
+        """Kinds and namespaces that no list has brought yet: what is missing there may exist."""
         self._last: dict[str, Manifest] = {}
         """By kind: the object that was put last, with which the next one shares equal parts."""
 
@@ -53,6 +55,10 @@ class ObjectCache:
     def lacks(self, kind: str) -> bool:
         """Whether the cluster does not serve this kind: its CRD is not installed."""
         return not self._kinds.get(kind, True)
+
+    def is_read(self, namespace: str | None) -> bool:
+        """Whether every kind of a namespace was listed."""
+        return all(one != namespace for _, one in self.unread)
 
     def service(self, namespace: str, name: str) -> Manifest | None:
         return self._objects.get((KIND, namespace, name))

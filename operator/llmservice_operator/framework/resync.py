@@ -57,6 +57,7 @@ class Resync:
         self._changed = changed
         self._metrics = metrics
         self._places: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        cache.unread = {(one.kind.name, place) for one in FOLLOWED for place in self._places if place is not None}
         self._interval_s = interval_s
         self._discover = discover
         self._on_complete = on_complete
@@ -65,14 +66,15 @@ class Resync:
         self._followed: set[str] = set()
         """Paths that kopf has listed."""
         self._failed: dict[str, str] = {}
-        """Why a kind could not be listed the last time."""
+        """Why a kind, or the path of a namespace that may not be read, could not be listed the last time."""
         self.complete = asyncio.Event()
-        """Set once everything was listed: before, a missing Deployment may only be not listed yet."""
+        """Set once everything was listed, of the namespaces that may be read: before, a missing Deployment may only be
+        not listed yet."""
 
     def listed(self, kind: str, path: str) -> None:
-        """kopf has listed a collection: if it had before, or the kind was not served, the kind is due."""
+        """kopf has listed a collection: if it had before, or could not be listed here, the kind is due."""
         self._metrics.relisted(kind)
-        if path in self._followed or self._cache.lacks(kind):
+        if path in self._followed or path in self._failed or self._cache.lacks(kind):
             self._due.add(kind)
             self._wake.set()
         self._followed.add(path)
@@ -88,7 +90,7 @@ class Resync:
         all_due_s = clock() + self._interval_s
         while True:
             await self._list_due()
-            if not self.complete.is_set():
+            if not self.complete.is_set() and any(map(self._cache.is_read, self._places)):
                 self._on_complete()
                 self.complete.set()
             self._wake.clear()
@@ -108,7 +110,7 @@ class Resync:
         self._on_complete()
 
     async def _list_due(self) -> None:
-        """List each kind that is due, until all have succeeded; one that is refused does not hold up the others."""
+        """List each kind that is due, until all have succeeded; one that fails does not hold up the others."""
         differences = 0
         while self._due:
             pause_s = 0.0
@@ -119,21 +121,25 @@ class Resync:
                     self._failed.pop(followed.kind.name, None)
                 except KubeError as error:
                     self._due.add(followed.kind.name)
-                    self._fail(followed.kind, error)
+                    self._fail(followed.kind.name, followed.kind, error)
                     pause_s = max(_RETRY_S, error.retry_after_s)
                     if error.retry_after_s:
                         break  # the API server asks for a pause
             await asyncio.sleep(pause_s)
         self._metrics.resynced(differences if self.complete.is_set() else 0)
 
-    def _fail(self, kind: Kind, error: KubeError) -> None:
+    def _fail(self, what: str, kind: Kind, error: KubeError) -> None:
         self._metrics.resync_failed()
-        if self._failed.get(kind.name) != str(error):
-            self._failed[kind.name] = str(error)
+        if self._failed.get(what) != str(error):
+            self._failed[what] = str(error)
             logger.warning("resync of %s failed, will be repeated: %s", kind.plural, error)
 
     async def _list(self, followed: Followed) -> int:
-        """Correct the cache; returns how many objects differed. Raises KubeError."""
+        """Correct the cache; returns how many objects differed. Raises KubeError.
+
+        A namespace that may not be read, such as a deleted one with its RoleBinding, keeps its cached objects and does
+        not hold up the others: it is listed again once kopf has listed it, and with every later list of the kind.
+        """
         kind, differences = followed.kind, 0
         lacked = self._cache.lacks(kind.name)
         latest = partial(self._cache.latest, kind.name)
@@ -142,12 +148,18 @@ class Resync:
             try:
                 objects, version = await self._client.list_all(path, followed.selector, latest)
             except KubeError as error:
+                if error.status == 403 and namespace is not None:
+                    self._fail(path, kind, error)
+                    continue
                 if kind.built_in or error.status != 404:
                     raise
                 changed = self._cache.withdraw(kind.name)
                 self._followed -= {followed.path(one) for one in self._places}
             else:
                 changed = self._cache.replace(kind.name, namespace, objects, version)
+            self._failed.pop(path, None)
+            if namespace is not None:
+                self._cache.unread.discard((kind.name, namespace))
             differences += len(changed)
             for one in changed:
                 self._changed(kind.name, one, news=True)
@@ -164,8 +176,8 @@ class Resync:
             await self._discover(kind.group)
 
     def _is_followed(self, followed: Followed) -> bool:
-        """Whether kopf has listed all of a kind since the API server has served it."""
-        return all(followed.path(one) in self._followed for one in self._places)
+        """Whether kopf has listed all of a kind that may be read since the API server has served it."""
+        return all(path in self._followed or path in self._failed for path in map(followed.path, self._places))
 
     def _discover_in_s(self) -> float:
         return DISCOVER_S if self._is_followed(_OWN) else _DISCOVER_OWN_S

@@ -14,15 +14,17 @@ from harness.world.jumping_loop import JumpingLoop
 from harness.world.operator_process import SHAPE
 from harness.world.whole_operator import TICK_S
 from harness.world.whole_world import FROM_CRDS, World, whole_world
+from llmservice_local.client import Endpoint
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED
 from llmservice_operator.cluster import kube_client
-from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.framework.resync import DISCOVER_S, Resync
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 PODS = "/api/v1/namespaces/team-a/pods"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
 KEY = ("team-a", "tiny")
 
 
@@ -131,6 +133,114 @@ async def test_other_namespaces_than_those_named_are_not_listed(kube: KubeClient
     async with running(resync_of(kube, cache, Reported(), "default")):
         assert cache.services() == [("default", "tiny")]
     assert all("/namespaces/default/" in path for path in paths)
+
+
+@pytest.fixture
+async def tenant(kube: KubeClient, api_url: str, kubeconfig: Path) -> AsyncIterator[KubeClient]:
+    """A client that may read what `grant` names, and nothing before."""
+    accounts = "/api/v1/namespaces/team-a/serviceaccounts"
+    await create(kube, accounts, {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "tenant"}})
+    issued = await create(kube, f"{accounts}/tenant/token", {"spec": {}})
+    Endpoint(api_url, issued["status"]["token"]).write_kubeconfig(kubeconfig)
+    rule = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
+    await create(kube, f"{RBAC}/clusterroles", {"kind": "ClusterRole", "metadata": {"name": "all"}, "rules": [rule]})
+    client = await KubeClient.connect()
+    yield client
+    await client.close()
+
+
+async def grant(kube: KubeClient, namespace: str) -> None:
+    subject = {"kind": "ServiceAccount", "name": "tenant", "namespace": "team-a"}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "all"}
+    binding = {"kind": "RoleBinding", "metadata": {"name": "all"}, "roleRef": role, "subjects": [subject]}
+    await create(kube, f"{RBAC}/namespaces/{namespace}/rolebindings", binding)
+
+
+def listed_by_kopf(resync: Resync, namespace: str) -> None:
+    for one in FOLLOWED:
+        resync.listed(one.kind.name, one.path(namespace))
+
+
+async def test_a_namespace_that_may_not_be_read_is_left_out_until_it_may(
+    kube: KubeClient, tenant: KubeClient, manifest_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await create(kube, SERVICES, manifest_of())
+    elsewhere = manifest_of()
+    elsewhere["metadata"]["namespace"] = "default"
+    await create(kube, SERVICES.replace("team-a", "default"), elsewhere)
+    await grant(kube, "team-a")
+    cache, searched = ObjectCache(), []
+
+    async def discover(group: str) -> None:
+        searched.append(group)
+
+    resync = resync_of(tenant, cache, Reported(), "default", "team-a", discover=discover)
+    async with running(resync):
+        assert cache.services() == [KEY]
+        assert cache.is_read("team-a")
+        assert not cache.is_read("default")
+        assert "resync of pods failed, will be repeated: GET /api/v1/namespaces/default/pods: 403" in caplog.text
+        listed_by_kopf(resync, "team-a")
+        assert resync._discover_in_s() == DISCOVER_S, "kopf repeats its lists of the other namespace by itself"
+
+        await grant(kube, "default")
+        listed_by_kopf(resync, "default")
+
+        await until(lambda: cache.is_read("default"))
+        assert len(cache.services()) == 2
+        assert searched == []
+
+
+async def test_a_namespace_that_may_no_longer_be_read_keeps_its_objects_and_the_others_are_listed(
+    kube: KubeClient, tenant: KubeClient, manifest_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await create(kube, SERVICES, manifest_of())
+    await grant(kube, "team-a")
+    await grant(kube, "default")
+    cache = ObjectCache()
+    async with running(resync_of(tenant, cache, Reported(), "team-a", "default", interval_s=0.05)):
+        await kube.request("DELETE", f"{RBAC}/namespaces/team-a/rolebindings/all")
+        await until(lambda: "namespaces/team-a/pods: 403" in caplog.text)
+        await create(kube, PODS.replace("team-a", "default"), pod("tiny-1"))
+
+        await until(lambda: cache.child("Pod", "default", "tiny-1") is not None)
+        assert cache.services() == [KEY]
+        assert cache.is_read("team-a")
+
+
+@pytest.mark.parametrize("namespaces", [(), ("team-a", "default")])
+async def test_nothing_is_complete_while_nothing_may_be_read(
+    namespaces: tuple[str, ...], kube: KubeClient, tenant: KubeClient
+) -> None:
+    resync = resync_of(tenant, ObjectCache(), Reported(), *namespaces, interval_s=0.05)
+    refused = asyncio.Event()
+    tenant.answered = lambda _, path, status, __: refused.set() if "deployments" in path and status == 403 else None
+    task = asyncio.create_task(resync.run())
+    async with asyncio.timeout(10):
+        await refused.wait()
+    await asyncio.sleep(0.2)
+    assert not resync.complete.is_set()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_namespace_whose_list_fails_is_waited_for(kube: KubeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a refusal leaves a namespace out."""
+    monkeypatch.setattr("llmservice_operator.framework.resync._RETRY_S", 0.01)
+    cache, failures = ObjectCache(), [500, 503, 0]
+    resync = resync_of(kube, cache, Reported(), "team-a", "default")
+    ask = kube.list_all
+
+    async def list_all(path: str, *rest: Any) -> Any:
+        if path == PODS and failures:
+            assert not resync.complete.is_set()
+            raise KubeError(failures.pop(), "down")
+        return await ask(path, *rest)
+
+    monkeypatch.setattr(kube, "list_all", list_all)
+    async with running(resync):
+        assert failures == []
+        assert cache.is_read("team-a")
 
 
 def test_a_crd_that_is_installed_later_is_used_within_a_minute(tmp_path: Path) -> None:

@@ -27,6 +27,17 @@ async def test_a_service_gets_its_children_and_a_status(world: World, manifest_o
     assert (await world.condition("Ready"))["reason"] == "Starting"
 
 
+async def test_a_service_of_a_namespace_that_is_not_all_listed_is_left_alone(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    world.reconciler.cache.unread = {("Pod", "team-a")}
+    assert await world.run_pass()
+    assert await world.deployment() is None
+
+    world.reconciler.cache.unread.clear()
+    assert await world.run_pass()
+    assert await world.deployment() is not None
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_pass_without_changes_sends_no_request(restarted: bool, world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
