@@ -118,6 +118,8 @@ class Reflector:
         self._watch = Watch()  # type: ignore[no-untyped-call]  # holds the version that the next watch continues from
         self.synced = asyncio.Event()
         """Set once the first list has arrived."""
+        self.is_refused = False
+        """Whether the API server has refused the collection since it was last listed."""
 
     def objects(self) -> Iterable[Object]:
         return self._objects.values()
@@ -136,6 +138,7 @@ class Reflector:
                 self._watch.resource_version = None
                 if error.status == 410:
                     continue
+                self.is_refused |= error.status == 403
                 answer = f"the API server answered {error.status}: {error.reason}"
                 logger.warning("cannot read %s: %s; keeping what is known", self._path, answer)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -150,6 +153,7 @@ class Reflector:
         answer = json.loads(await response.read())
         self._objects = {_key(item): item for item in answer["items"]}
         self._watch.resource_version = answer["metadata"]["resourceVersion"]
+        self.is_refused = False
         self.synced.set()
         self._on_change()
 

@@ -40,6 +40,8 @@ class FakeCluster:
         """What the next lists and watches get instead; bytes are written as they are, then the connection is closed."""
         self.history: dict[str, list[tuple[int, bytes]]] = {"llmservices": [], "pods": []}
         """Of each kind, the version and the line of every event."""
+        self.refused: dict[str, int] = {}
+        """The status of each answer to a path that contains this."""
         self.compacted = 0
         """A watch from before this version is answered with 410."""
         self.lists_released = asyncio.Event()
@@ -57,6 +59,9 @@ class FakeCluster:
         call, kind = "watch" if "watch" in request.query else "list", request.path.rsplit("/", 1)[1]
         self.calls.append((call, dict(request.query)))
         self.paths.add(request.path)
+        for part, status in self.refused.items():
+            if part in request.path:
+                return web.json_response(self.status(status, "Refused"), status=status)
         if self.answers[call]:
             answer = self.answers[call].pop(0)
             return await _write_and_close(request, answer) if isinstance(answer, bytes) else answer

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from operator import or_
 
 from llmservice_gateway.reflector import KubernetesAPI, Reflector
 from llmservice_gateway.routing.adapters import AdapterPoll
@@ -36,8 +37,14 @@ class Routing:
 
     @property
     def synced(self) -> bool:
-        """Whether all services and pods have been listed at least once."""
-        return all(reflector.synced.is_set() for reflector in self._reflectors)
+        """Whether all services and pods have been listed at least once, of the namespaces that may be read.
+
+        One that was deleted with its RoleBinding does not hold up the others; while nothing may be read, that is wrong.
+        """
+        both = list(zip(self._services, self._pods, strict=True))
+        read = [all(one.synced.is_set() for one in place) for place in both]
+        left_out = [all(one.is_refused for one in place) for place in both]
+        return any(read) and all(map(or_, read, left_out))
 
     async def run(self) -> None:
         """Follow the cluster until cancelled."""
