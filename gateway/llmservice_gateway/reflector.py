@@ -51,6 +51,7 @@ class KubernetesAPI:
             kubernetes.aio.config.ConfigException: there are none, or they cannot be used.
         """
         configuration = client.Configuration()
+        configuration.connection_pool_maxsize = 0  # every watch keeps one: two for each namespace
         kubeconfig = os.environ.get("KUBECONFIG")
         if not kubeconfig and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]

@@ -220,8 +220,9 @@ async def test_unusable_kubeconfig_is_named(
         await KubernetesAPI.connect()
 
 
-async def test_a_pod_reaches_the_api_server_without_a_proxy(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenShift excepts the cluster by networks in NO_PROXY, as Go reads them."""
+@pytest.fixture
+def in_pod(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API server is that of the pod's service account."""
 
     def load(client_configuration: Configuration) -> None:
         client_configuration.host = cluster.url
@@ -230,6 +231,11 @@ async def test_a_pod_reaches_the_api_server_without_a_proxy(cluster: Any, monkey
     monkeypatch.setattr(Configuration, "set_default", lambda _: None)
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+
+
+@pytest.mark.usefixtures("in_pod")
+async def test_a_pod_reaches_the_api_server_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenShift excepts the cluster by networks in NO_PROXY, as Go reads them."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "127.0.0.0/8")
 
@@ -237,3 +243,13 @@ async def test_a_pod_reaches_the_api_server_without_a_proxy(cluster: Any, monkey
         answer = await api.get("/api/v1/pods", {}, timeout_s=5)
 
     assert answer.status == 200
+
+
+@pytest.mark.usefixtures("in_pod")
+async def test_the_watches_of_a_hundred_namespaces_are_open_at_once(cluster: Any) -> None:
+    cluster.lists_released.clear()
+    async with await KubernetesAPI.connect() as api, asyncio.TaskGroup() as group:
+        for _ in range(200):
+            group.create_task(api.get("/api/v1/pods", {}, timeout_s=30))
+        await eventually(lambda: len(cluster.calls) == 200)
+        cluster.lists_released.set()
