@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import yaml
@@ -31,6 +31,7 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 
 Object = dict[str, Any]
+T = TypeVar("T")
 # What the client raises, beside ConfigException, for a file that cannot be read or is no kubeconfig.
 _KUBECONFIG_ERRORS = (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, KeyError)
 
@@ -99,30 +100,35 @@ class KubernetesAPI:
         return answer.response
 
 
-class Reflector:
-    """Keeps `objects` in sync with the API's collection at `path` (and `selector`), and calls `on_change`."""
+class Reflector(Generic[T]):
+    """Keeps `objects` in sync with the API's collection at `path` (and `selector`), and calls `on_change`.
+
+    Of each object only what `parse` returns is kept (None: nothing), and a change of the rest is none.
+    """
 
     def __init__(
         self,
         api: KubernetesAPI,
         path: str,
+        parse: Callable[[Object], T | None],
         on_change: Callable[[], None],
         selector: str = "",
         sleep: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         self._api = api
         self._path = path
+        self._parse = parse
         self._on_change = on_change
         self._query = {"labelSelector": selector} if selector else {}
         self._sleep = sleep
-        self._objects: dict[tuple[str, str], Object] = {}
+        self._objects: dict[tuple[str, str], T] = {}
         self._watch = Watch()  # type: ignore[no-untyped-call]  # holds the version that the next watch continues from
         self.synced = asyncio.Event()
         """Set once the first list has arrived."""
         self.is_refused = False
         """Whether the API server has refused the collection since it was last listed."""
 
-    def objects(self) -> Iterable[Object]:
+    def objects(self) -> Iterable[T]:
         return self._objects.values()
 
     async def run(self) -> None:
@@ -152,7 +158,8 @@ class Reflector:
     async def _list(self) -> None:
         response = await self._api.get(self._path, self._query, LIST_TIMEOUT_S)
         answer = json.loads(await response.read())
-        self._objects = {_key(item): item for item in answer["items"]}
+        parsed = ((_key(item), self._parse(item)) for item in answer["items"])
+        self._objects = {key: kept for key, kept in parsed if kept is not None}
         self._watch.resource_version = answer["metadata"]["resourceVersion"]
         self.is_refused = False
         self.synced.set()
@@ -183,10 +190,13 @@ class Reflector:
     def _take(self, kind: str, item: Object) -> None:
         if kind == "BOOKMARK":
             return
-        if kind == "DELETED":
-            self._objects.pop(_key(item), None)
+        key, kept = _key(item), None if kind == "DELETED" else self._parse(item)
+        if kept == self._objects.get(key):
+            return
+        if kept is None:
+            del self._objects[key]
         else:
-            self._objects[_key(item)] = item
+            self._objects[key] = kept
         self._on_change()
 
 

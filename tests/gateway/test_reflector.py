@@ -32,7 +32,7 @@ async def reflector(api: Any, cluster: Any, naps: list[float]) -> AsyncIterator[
         naps.append(seconds)
 
     cluster.emit("pods", "ADDED", item("a"))
-    reflector = Reflector(api, "/api/v1/pods", lambda: None, "app=x", sleep=nap)
+    reflector = Reflector(api, "/api/v1/pods", dict, lambda: None, "app=x", sleep=nap)
     task = asyncio.create_task(reflector.run())
     await eventually(lambda: calls(cluster) == ["list", "2"])
     yield reflector
@@ -198,7 +198,7 @@ async def test_objects_are_kept_and_retries_slow_down_while_the_api_is_away(
 
 async def test_change_is_announced_after_the_cache_holds_it(api: Any, cluster: Any) -> None:
     seen: list[set[str]] = []
-    reflector = Reflector(api, "/api/v1/pods", lambda: seen.append(names(reflector)))
+    reflector = Reflector(api, "/api/v1/pods", dict, lambda: seen.append(names(reflector)))
     task = asyncio.create_task(reflector.run())
     await reflector.synced.wait()
     cluster.emit("pods", "ADDED", item("a"))

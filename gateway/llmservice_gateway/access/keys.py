@@ -81,7 +81,7 @@ class Keyring:
     ) -> None:
         """`why_unusable` says what of a key this gateway cannot do; that is logged."""
         self._reflector = Reflector(
-            api, f"/api/v1/namespaces/{namespace}/secrets", self._rebuild, selector=f"{KEY_LABEL}=true"
+            api, f"/api/v1/namespaces/{namespace}/secrets", dict, self._rebuild, selector=f"{KEY_LABEL}=true"
         )
         self._why_unusable = why_unusable
         self._by_digest: dict[str, Key] = {}

@@ -1,6 +1,7 @@
 """Routing as plain data: LLMServices and pods in, a table from a model's name to its ready pods out.
 
-Pure: no I/O and no clock.
+Each object is read once, when it changes, for the little that is routed by; the table is built of that at each change
+of it. Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -129,13 +130,62 @@ class RouteTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Owner:
-    """One LLMService, with its pods."""
+class RoutedService:
+    """All that the table needs of an LLMService."""
 
+    namespace: str
     created: int
     served_name: str
     slots: int | None
     state: Service
+    adapters: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, manifest: Manifest) -> RoutedService:
+        metadata, spec = manifest["metadata"], manifest.get("spec", {})
+        return cls(
+            metadata.get("namespace", ""),
+            _epoch(metadata.get("creationTimestamp")),
+            served_name_of(manifest),
+            _slots(manifest),
+            _state(manifest),
+            tuple(str(adapter["name"]) for adapter in spec.get("adapters") or ()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPod:
+    """All that the table needs of a pod."""
+
+    namespace: str
+    service: str
+    served_name: str
+    """That it was started with; empty: its service's."""
+    uid: str
+    name: str
+    url: str
+
+    @classmethod
+    def parse(cls, manifest: Manifest) -> RoutedPod | None:
+        """None for a pod that gets no requests."""
+        if not is_routable(manifest):
+            return None
+        metadata = manifest["metadata"]
+        return cls(
+            metadata.get("namespace", ""),
+            metadata.get("labels", {}).get(INSTANCE_LABEL, ""),
+            metadata.get("annotations", {}).get(SERVED_NAME_ANNOTATION) or "",
+            metadata["uid"],
+            metadata["name"],
+            _url(manifest),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """One LLMService, with its pods."""
+
+    service: RoutedService
     pods: list[Backend] = field(default_factory=list)
 
 
@@ -162,7 +212,9 @@ class _Name:
 
 
 def build_table(
-    services: Iterable[Manifest], pods: Iterable[Manifest], reported: Mapping[str, Adapters] = MappingProxyType({})
+    services: Iterable[RoutedService],
+    pods: Iterable[RoutedPod],
+    reported: Mapping[str, Adapters] = MappingProxyType({}),
 ) -> RouteTable:
     """The table for the cluster as seen now.
 
@@ -177,24 +229,18 @@ def build_table(
     names: dict[tuple[str, str], _Name] = defaultdict(_Name)
     listed: dict[tuple[str, str], list[_Owner]] = defaultdict(list)
     for service in services:
-        namespace, _ = identity = _identity(service)
-        created = _epoch(service["metadata"].get("creationTimestamp"))
-        owner = owners[identity] = _Owner(created, served_name_of(service), _slots(service), _state(service))
-        model = names[namespace, owner.served_name]
-        model.created = min(model.created, created)
-        model.services.append(owner.state)
-        for adapter in service.get("spec", {}).get("adapters") or ():
-            listed[namespace, str(adapter["name"])].append(owner)
+        owner = owners[service.namespace, service.state.name] = _Owner(service)
+        model = names[service.namespace, service.served_name]
+        model.created = min(model.created, service.created)
+        model.services.append(service.state)
+        for adapter in service.adapters:
+            listed[service.namespace, adapter].append(owner)
     for pod in pods:
-        metadata = pod["metadata"]
-        identity = namespace, name = metadata.get("namespace", ""), metadata.get("labels", {}).get(INSTANCE_LABEL, "")
-        if identity not in owners or not is_routable(pod):
+        if (found := owners.get((pod.namespace, pod.service))) is None:
             continue
-        owner = owners[identity]
-        backend = Backend(metadata["uid"], metadata["name"], _url(pod), owner.slots, f"{namespace}/{name}")
-        served_name = metadata.get("annotations", {}).get(SERVED_NAME_ANNOTATION) or owner.served_name
-        names[namespace, served_name].backends.append(backend)
-        owner.pods.append(backend)
+        backend = Backend(pod.uid, pod.name, pod.url, found.service.slots, f"{pod.namespace}/{pod.service}")
+        names[pod.namespace, pod.served_name or found.service.served_name].backends.append(backend)
+        found.pods.append(backend)
     names |= {key: _adapter(key[1], listers, reported) for key, listers in listed.items() if key not in names}
     routes: dict[str, list[Route]] = defaultdict(list)
     for key in sorted(names, key=lambda key: (names[key].created, key)):
@@ -206,12 +252,12 @@ def build_table(
 
 def _adapter(name: str, listers: Sequence[_Owner], reported: Mapping[str, Adapters]) -> _Name:
     """Of the services that list it."""
-    created, parent = min((owner.created, owner.served_name) for owner in listers)
+    created, parent = min((owner.service.created, owner.service.served_name) for owner in listers)
     found = _Name(created, parent)
     for owner in listers:
         reports = [(pod, reported[pod.uid]) for pod in owner.pods if pod.uid in reported]
         found.backends += [pod for pod, report in reports if report.get(name, "") is None]
-        found.services.append(_adapter_state(owner.state, [report.get(name) for _, report in reports]))
+        found.services.append(_adapter_state(owner.service.state, [report.get(name) for _, report in reports]))
     return found
 
 
@@ -262,11 +308,6 @@ def is_routable(pod: Manifest) -> bool:
     conditions = status.get("conditions") or ()
     ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
     return ready and bool(status.get("podIP"))
-
-
-def _identity(manifest: Manifest) -> tuple[str, str]:
-    metadata = manifest["metadata"]
-    return metadata.get("namespace", ""), metadata["name"]
 
 
 def _url(pod: Manifest) -> str:

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import or_
+from typing import Any
 
 from llmservice_gateway.reflector import KubernetesAPI, Reflector
 from llmservice_gateway.routing.adapters import AdapterPoll
 from llmservice_gateway.routing.balancer import Balancer
-from llmservice_gateway.routing.routes import RouteTable, build_table
+from llmservice_gateway.routing.routes import RoutedPod, RoutedService, RouteTable, build_table
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +30,14 @@ class Routing:
         """Called after each change of the table."""
         self._adapters = AdapterPoll(lambda: self.table.adapted, self._rebuild)
         self._services = [
-            Reflector(api, f"/apis/serving.llmservice.io/v1alpha1{scope}/llmservices", self._rebuild)
+            Reflector(
+                api, f"/apis/serving.llmservice.io/v1alpha1{scope}/llmservices", RoutedService.parse, self._rebuild
+            )
             for scope in _scopes(namespaces)
         ]
         self._pods = [
-            Reflector(api, f"/api/v1{scope}/pods", self._rebuild, POD_SELECTOR) for scope in _scopes(namespaces)
+            Reflector(api, f"/api/v1{scope}/pods", RoutedPod.parse, self._rebuild, POD_SELECTOR)
+            for scope in _scopes(namespaces)
         ]
 
     @property
@@ -54,14 +59,14 @@ class Routing:
             group.create_task(self._adapters.run())
 
     @property
-    def _reflectors(self) -> list[Reflector]:
-        return self._services + self._pods
+    def _reflectors(self) -> list[Reflector[Any]]:
+        return [*self._services, *self._pods]
 
     def _rebuild(self) -> None:
-        services = [item for reflector in self._services for item in reflector.objects()]
-        pods = [item for reflector in self._pods for item in reflector.objects()]
+        services = chain.from_iterable(reflector.objects() for reflector in self._services)
+        pods = chain.from_iterable(reflector.objects() for reflector in self._pods)
         self.table = build_table(services, pods, self._adapters.reported)
-        routes = [route for _, route in self.table.models()]
+        routes = list(chain.from_iterable(self.table.routes.values()))
         self.balancer.forget_all_but({backend.uid for route in routes for backend in route.backends})
         for route in routes:
             self.balancer.rebalance(route.backends, time.monotonic())

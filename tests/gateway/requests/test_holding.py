@@ -13,7 +13,7 @@ from aiohttp import web
 
 from llmservice_gateway.requests.holding import HoldLimits
 from llmservice_gateway.requests.inference import GatewayConfig
-from llmservice_gateway.routing.routes import WAITING_CURES, build_table
+from llmservice_gateway.routing.routes import WAITING_CURES, RoutedService, build_table
 from llmservice_operator.status import conditions
 
 StartPod = Callable[[str], Awaitable[Any]]
@@ -309,7 +309,7 @@ async def test_a_client_s_time_limit_includes_the_wait(holding: Any, cluster: An
     ],
 )
 def test_a_service_is_awaited_while_a_pod_can_be_expected(given: dict[str, Any], awaited: bool) -> None:
-    (state,) = build_table([given], []).find("llama").services
+    (state,) = build_table([RoutedService.parse(given)], []).find("llama").services
     assert state.is_awaited is awaited
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from llmservice_gateway.openai_error import GatewayError
-from llmservice_gateway.routing.routes import Adapters, build_table, is_routable
+from llmservice_gateway.routing.routes import Adapters, RoutedPod, RoutedService, RouteTable, build_table, is_routable
 
 
 def service(
@@ -43,12 +45,19 @@ def pod(
     }
 
 
+def table_of(
+    services: list[dict[str, Any]], pods: list[dict[str, Any]], reported: Mapping[str, Adapters] = MappingProxyType({})
+) -> RouteTable:
+    routed = [found for found in map(RoutedPod.parse, pods) if found is not None]
+    return build_table(map(RoutedService.parse, services), routed, reported)
+
+
 def names(table_route: Any) -> list[str]:
     return [backend.name for backend in table_route.backends]
 
 
 def test_model_is_routed_to_the_ready_pods_of_its_service_only() -> None:
-    table = build_table(
+    table = table_of(
         [service("llama", served_name="llama-3"), service("other")],
         [pod("a", "llama"), pod("b", "llama", ready=False), pod("c", "other"), pod("d", "stranger")],
     )
@@ -57,16 +66,16 @@ def test_model_is_routed_to_the_ready_pods_of_its_service_only() -> None:
 
 
 def test_service_without_pods_is_known_and_not_ready() -> None:
-    assert build_table([service("llama")], []).find("llama").backends == ()
+    assert table_of([service("llama")], []).find("llama").backends == ()
 
 
 def test_unknown_model_is_not_found() -> None:
     with pytest.raises(GatewayError, match=r"gpt-5.*does not exist"):
-        build_table([service("llama")], []).find("gpt-5")
+        table_of([service("llama")], []).find("gpt-5")
 
 
 def test_a_bare_name_belongs_to_the_oldest_service_that_claims_it() -> None:
-    table = build_table(
+    table = table_of(
         [service("llama", "a", created="2026-02-01T00:00:00Z"), service("llama", "b")],
         [pod("p", "llama", "a"), pod("q", "llama", "b")],
     )
@@ -80,17 +89,17 @@ def test_a_qualified_name_always_means_its_namespace() -> None:
     """Whatever another namespace calls its services, and however old these are."""
     thief = service("thief", "b", served_name="a/llama", created="2025-01-01T00:00:00Z")
     pods = [pod("p", "llama", "a"), pod("q", "thief", "b")]
-    table = build_table([service("llama", "a"), thief], pods)
+    table = table_of([service("llama", "a"), thief], pods)
     assert names(table.find("a/llama")) == ["p"]
     assert names(table.find("b/a/llama")) == ["q"]
     assert [name for name, _ in table.models()] == ["b/a/llama", "llama"]
     with pytest.raises(GatewayError):
-        build_table([service("other", "a"), thief], pods).find("a/llama")
+        table_of([service("other", "a"), thief], pods).find("a/llama")
 
 
 def test_a_pod_claims_no_name_that_its_service_does_not() -> None:
     """A user who may create pods may annotate them."""
-    table = build_table(
+    table = table_of(
         [service("llama", "a"), service("other", "b")],
         [pod("p", "llama", "a"), pod("q", "other", "b", served_name="llama")],
     )
@@ -98,13 +107,13 @@ def test_a_pod_claims_no_name_that_its_service_does_not() -> None:
 
 
 def test_served_name_may_contain_a_slash() -> None:
-    table = build_table([service("llama", served_name="meta-llama/Llama-3")], [pod("p", "llama")])
+    table = table_of([service("llama", served_name="meta-llama/Llama-3")], [pod("p", "llama")])
     assert names(table.find("meta-llama/Llama-3")) == ["p"]
     assert names(table.find("default/meta-llama/Llama-3")) == ["p"]
 
 
 def test_pod_keeps_answering_to_the_name_it_was_started_with_while_a_rename_rolls_out() -> None:
-    table = build_table(
+    table = table_of(
         [service("llama", served_name="new")],
         [pod("old-pod", "llama", served_name="old"), pod("new-pod", "llama", served_name="new")],
     )
@@ -113,7 +122,7 @@ def test_pod_keeps_answering_to_the_name_it_was_started_with_while_a_rename_roll
 
 
 def test_services_of_one_namespace_may_share_a_name_and_its_traffic() -> None:
-    table = build_table(
+    table = table_of(
         [service("on-a100", served_name="llama"), service("on-h100", served_name="llama")],
         [pod("p", "on-a100"), pod("q", "on-h100")],
     )
@@ -121,7 +130,7 @@ def test_services_of_one_namespace_may_share_a_name_and_its_traffic() -> None:
 
 
 def test_card_carries_the_creation_time_in_seconds() -> None:
-    assert build_table([service("llama")], []).find("llama").created == 1767323045
+    assert table_of([service("llama")], []).find("llama").created == 1767323045
 
 
 @pytest.mark.parametrize(
@@ -142,12 +151,12 @@ def test_pod_is_routable_when_ready_addressed_and_staying(given: dict[str, Any],
 def test_backend_url_takes_the_container_port_and_brackets_ipv6() -> None:
     odd = pod("p", "llama", ip="fd00::1")
     odd["spec"]["containers"][0]["ports"][0]["containerPort"] = 9000
-    assert build_table([service("llama")], [odd]).find("llama").backends[0].url == "http://[fd00::1]:9000"
+    assert table_of([service("llama")], [odd]).find("llama").backends[0].url == "http://[fd00::1]:9000"
 
 
 def test_pods_have_the_slots_in_their_services_status() -> None:
     sized = service("llama") | {"status": {"sizing": {"maxNumSeqs": 24}}}
-    table = build_table([sized, service("qwen")], [pod("a", "llama"), pod("b", "qwen")])
+    table = table_of([sized, service("qwen")], [pod("a", "llama"), pod("b", "qwen")])
     assert [backend.slots for name in ("llama", "qwen") for backend in table.find(name).backends] == [24, None]
 
 
@@ -164,7 +173,7 @@ def test_an_adapter_is_routed_to_the_pods_of_its_model_that_report_it() -> None:
         "uid-b": {"poet": "no such file"},
         "uid-c": {"poet": None},
     }
-    table = build_table(services, pods, reported)
+    table = table_of(services, pods, reported)
     assert names(table.find("poet")) == names(table.find("default/poet")) == ["a"]
     assert names(table.find("bard")) == []
     assert names(table.find("llama")) == ["a", "b"]
@@ -174,7 +183,7 @@ def test_an_adapter_is_routed_to_the_pods_of_its_model_that_report_it() -> None:
 
 
 def test_a_models_name_goes_before_an_adapters() -> None:
-    table = build_table(
+    table = table_of(
         [with_adapters(service("llama"), "poet"), service("poet")],
         [pod("a", "llama"), pod("b", "poet")],
         {"uid-a": {"poet": None}},
@@ -184,7 +193,7 @@ def test_a_models_name_goes_before_an_adapters() -> None:
 
 
 def test_pods_of_the_old_name_keep_their_adapters_while_a_rename_rolls_out() -> None:
-    table = build_table(
+    table = table_of(
         [with_adapters(service("llama", served_name="new"), "poet")],
         [pod("old-pod", "llama", served_name="old"), pod("new-pod", "llama", served_name="new")],
         {"uid-old-pod": {"poet": None}},
@@ -199,7 +208,7 @@ def test_services_that_list_the_same_adapter_share_its_traffic() -> None:
         with_adapters(service(name, created=f"2026-01-0{number}T00:00:00Z"), "poet")
         for number, name in enumerate("ab", 1)
     ]
-    table = build_table(
+    table = table_of(
         [*services, service("c")],
         [pod(each, each) for each in "abc"],
         {f"uid-{each}": {"poet": None} for each in "abc"},
@@ -223,7 +232,7 @@ def test_services_that_list_the_same_adapter_share_its_traffic() -> None:
 )
 def test_an_adapter_that_all_pods_failed_to_load_is_not_awaited(reported: dict[str, Adapters], awaited: bool) -> None:
     pods = [pod("a", "llama"), pod("b", "llama")]
-    (state,) = build_table([with_adapters(service("llama"), "poet")], pods, reported).find("poet").services
+    (state,) = table_of([with_adapters(service("llama"), "poet")], pods, reported).find("poet").services
     assert state.is_awaited is awaited
     assert (state.reason, state.message) == (("Starting", "") if awaited else ("AdapterLoadFailed", "its rank is 64"))
 
@@ -233,5 +242,5 @@ def test_requests_go_by_prefix_unless_the_service_says_otherwise() -> None:
     services = [service(name) for name in strategies]
     for one, strategy in zip(services, strategies.values(), strict=True):
         one["spec"]["routing"] = {"strategy": strategy} if strategy else {}
-    table = build_table(services, [])
+    table = table_of(services, [])
     assert [table.find(name).by_prefix for name in strategies] == [True, True, False]

@@ -1,4 +1,4 @@
-"""The live table, against an API server: which namespaces it waits for."""
+"""The live table, against an API server: which namespaces it waits for, and what changes it."""
 
 from __future__ import annotations
 
@@ -66,3 +66,36 @@ async def test_a_list_that_may_succeed_later_is_waited_for(
         assert not routing.synced
         cluster.refused = {}
         await eventually(lambda: routing.synced)
+
+
+async def test_only_a_change_of_what_is_routed_by_builds_the_table_anew(
+    api: Any, cluster: Any, start_pod: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator writes the status of each busy service every few seconds."""
+    pod = await start_pod("tiny-1")
+    async with following(api, monkeypatch) as routing:
+        await eventually(lambda: routing.synced)
+        built: list[list[str]] = []
+        routing.changed = lambda: built.append(
+            [backend.name for routes in routing.table.routes.values() for route in routes for backend in route.backends]
+        )
+        cluster.emit("llmservices", "ADDED", service("Starting", waiting=0))
+        await eventually(lambda: built == [[]])
+        cluster.emit("pods", "ADDED", pod.manifest("tiny", ready=False))
+        cluster.emit("pods", "MODIFIED", pod.manifest("tiny"))
+        await eventually(lambda: built == [[], ["tiny-1"]])
+
+        for waiting in range(3):
+            cluster.emit("llmservices", "MODIFIED", service("Starting", waiting))
+        cluster.emit("llmservices", "MODIFIED", service("Serving", waiting=3))
+        await eventually(lambda: built == [[], ["tiny-1"], ["tiny-1"]])
+        cluster.emit("pods", "MODIFIED", pod.manifest("tiny", ready=False))
+        cluster.emit("pods", "DELETED", pod.manifest("tiny", ready=False))
+        await eventually(lambda: built == [[], ["tiny-1"], ["tiny-1"], []])
+        cluster.emit("llmservices", "DELETED", service("Serving", waiting=3))
+        await eventually(lambda: len(built) == 5)
+
+
+def service(reason: str, waiting: int) -> dict[str, Any]:
+    status = {"conditions": [{"type": "Ready", "reason": reason, "message": ""}], "load": {"waiting": waiting}}
+    return {"metadata": {"name": "tiny", "namespace": "default"}, "status": status}
