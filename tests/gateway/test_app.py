@@ -136,6 +136,22 @@ async def test_pod_that_refuses_connections_is_passed_over(front: Any, serve: An
     assert len(other.requests) == 4
 
 
+async def test_connections_to_a_node_that_is_lost_end_within_half_a_minute(front: Any, serve: Any) -> None:
+    """Nothing closes them: TCP has to notice, while an answer is awaited and while a request is sent."""
+    await serve("llama", "a")
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        assert response.status == 200
+    ((idle,),) = front.gateway._inference._proxy._session.connector._conns.values()
+    connection = idle[0].transport.get_extra_info("socket")
+
+    def tcp(option: int) -> int:
+        return int(connection.getsockopt(socket.IPPROTO_TCP, option))
+
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert tcp(socket.TCP_KEEPIDLE) + tcp(socket.TCP_KEEPCNT) * tcp(socket.TCP_KEEPINTVL) <= 30
+    assert 0 < tcp(socket.TCP_USER_TIMEOUT) <= 30_000
+
+
 async def test_draining_pods_503_is_not_shown_while_another_pod_can_answer(front: Any, serve: Any) -> None:
     draining, other = await serve("llama", "a", "b")
 

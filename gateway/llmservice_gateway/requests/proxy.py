@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import time
 from collections import Counter
 from contextlib import suppress
@@ -41,6 +42,10 @@ REFUSALS = frozenset({429, 503})
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0
 """Far below the keep-alive of the pods (75 s), so that no connection is reused while the pod closes it."""
+
+LOST_AFTER = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+"""Ends the connections to a node that is lost, which nothing closes, after 25 s: while requests wait for its answer by
+probes, while it has not acknowledged one by the timeout (in ms). Else they would wait for the read timeout."""
 
 # RFC 9110, section 7.6.1: these concern one connection and are not forwarded.
 HOP_BY_HOP = frozenset(
@@ -89,7 +94,7 @@ class Proxy:
         self._metrics = metrics
         self._holding = holding
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=_watched_socket),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s),
             auto_decompress=False,  # responses are forwarded unchanged
             skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept", "Content-Type"),
@@ -229,6 +234,16 @@ class Proxy:
                 self._metrics.retries.labels(request.model, MOVED).inc()
             finally:
                 ticket.leave = None
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in LOST_AFTER.items():
+        if hasattr(socket, option):  # macOS lacks some
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
 
 
 def _may_try(failures: Counter[str]) -> bool:
