@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 LIST_TIMEOUT_S = 30
 WATCH_GRACE_S = 30
 WATCH_S = 240
-"""The server ends a watch after this time; a connection that died silently is noticed by then."""
+"""The server ends a watch after this time."""
+CONNECT_TIMEOUT_S = 10.0
+SILENCE_S = 70.0
+"""A connection is given up that brings nothing for so long: a watch has a bookmark every minute."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 
@@ -93,7 +96,8 @@ class KubernetesAPI:
             header_params={"Accept": "application/json"},
             auth_settings=["BearerToken"],
         )
-        answer = await self._client.call_api(*request, _request_timeout=aiohttp.ClientTimeout(total=timeout_s))
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_S)
+        answer = await self._client.call_api(*request, _request_timeout=timeout)
         if answer.status != 200:
             reason = (await answer.response.read()).decode(errors="replace")[:500]
             raise client.ApiException(status=answer.status, reason=reason)

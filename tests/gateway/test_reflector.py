@@ -88,6 +88,19 @@ async def test_watch_continues_from_the_version_of_a_bookmark(reflector: Reflect
     assert names(reflector) == {"a"}
 
 
+async def test_silent_watch_is_given_up_and_continues_from_the_last_version(
+    reflector: Reflector, cluster: Any, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server whose node is lost closes no connection."""
+    monkeypatch.setattr("llmservice_gateway.reflector.SILENCE_S", 0.05)
+    cluster.end_watches()
+    await eventually(lambda: calls(cluster)[:4] == ["list", "2", "2", "2"])
+    cluster.emit("pods", "ADDED", item("b"))
+    await eventually(lambda: names(reflector) == {"a", "b"})
+    assert "list" not in calls(cluster)[1:]
+    assert naps
+
+
 @pytest.mark.parametrize("sent_as", ["status", "event"])
 async def test_expired_version_is_answered_with_a_new_list_at_once(
     reflector: Reflector, cluster: Any, naps: list[float], sent_as: str
