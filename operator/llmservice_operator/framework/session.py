@@ -35,18 +35,24 @@ class Watches:
     """The kinds whose last list or watch failed, and why."""
 
     metrics: ProcessMetrics
-    failing: dict[str, str] = field(default_factory=dict)
-    """By the kind's plural: why it can't be followed."""
+    paths: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By the kind's plural and the path, of which each namespace has its own: why it can't be followed."""
 
-    def answered(self, plural: str) -> None:
-        if self.failing.pop(plural, None):
+    @property
+    def failing(self) -> dict[str, str]:
+        """By the kind's plural: why it, or one of its namespaces, can't be followed."""
+        return {plural: why for (plural, _), why in self.paths.items()}
+
+    def answered(self, plural: str, path: str) -> None:
+        if self.paths.pop((plural, path), None) and plural not in self.failing:
             self.metrics.watch_failing(plural, failing=False)
             logger.info("%s are followed again", plural)
 
-    def failed(self, plural: str, why: str) -> None:
+    def failed(self, plural: str, path: str, why: str) -> None:
         """Logged once for each reason, not at each attempt."""
-        if self.failing.get(plural) != why:
-            self.failing[plural] = why
+        is_known = (plural, why) in {(kind, known) for (kind, _), known in self.paths.items()}
+        self.paths[plural, path] = why
+        if not is_known:
             self.metrics.watch_failing(plural, failing=True)
             logger.warning("%s can't be followed, will be repeated: %s", plural, why)
 
@@ -109,21 +115,23 @@ class Login:
     async def _followed(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType, kind: Kind
     ) -> aiohttp.ClientResponse:
+        path = request.url.path
         try:
             response = await self._counted(request, handler)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self.watches.failed(kind.plural, f"the API server can't be reached ({type(error).__name__})")
+            self.watches.failed(kind.plural, path, f"the API server can't be reached ({type(error).__name__})")
             raise
         query = request.url.query
         if response.status >= 400:
             self.watches.failed(
                 kind.plural,
-                f"{'WATCH' if query.get('watch') else 'GET'} {request.url.path}: {response.status} {response.reason}",
+                path,
+                f"{'WATCH' if query.get('watch') else 'GET'} {path}: {response.status} {response.reason}",
             )
             return response
-        self.watches.answered(kind.plural)
+        self.watches.answered(kind.plural, path)
         if not query.get("watch") and not query.get("continue"):
-            self.resync.listed(kind.name, request.url.path)
+            self.resync.listed(kind.name, path)
         return response
 
     async def _counted(
@@ -163,7 +171,7 @@ def register_probes(
 
     @kopf.on.probe(id="watches", registry=registry, errors=permanent)
     async def follows(**_: object) -> dict[str, str] | str:
-        return dict(watches.failing) or "ok"
+        return watches.failing or "ok"
 
     @kopf.on.probe(id="leader", registry=registry, errors=permanent)
     async def leader(**_: object) -> bool:

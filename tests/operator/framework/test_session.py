@@ -106,6 +106,21 @@ async def test_a_refusal_is_reported_until_a_success(api: Api, client: Client) -
     assert b'api_requests_total{code="200",resource="pods",verb="watch"} 1.0' in client.metrics.exposition()
 
 
+def test_a_namespace_that_is_refused_is_reported_while_others_are_followed() -> None:
+    metrics = OperatorMetrics()
+    watches = Watches(metrics.process)
+    for namespace in ("team-a", "team-b"):
+        watches.failed("pods", f"/api/v1/namespaces/{namespace}/pods", f"{namespace}: 403")
+
+    watches.answered("pods", "/api/v1/namespaces/team-b/pods")
+    assert watches.failing == {"pods": "team-a: 403"}
+    assert b'watch_failing{resource="pods"} 1.0' in metrics.exposition()
+
+    watches.answered("pods", "/api/v1/namespaces/team-a/pods")
+    assert watches.failing == {}
+    assert b'watch_failing{resource="pods"} 0.0' in metrics.exposition()
+
+
 async def test_an_unreachable_server_is_reported(api: Api, client: Client) -> None:
     with pytest.raises(aiohttp.ClientError):
         await client.session.get(f"http://127.0.0.1:9{PODS}")
