@@ -41,7 +41,7 @@ REFUSALS = frozenset({429, 503})
 """Statuses of a pod whose queue is full, or that drains: another one may have capacity."""
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0
-"""Far below the keep-alive of the pods (75 s), so that no connection is reused while the pod closes it."""
+"""Far below the keep-alive of the pods, so that no connection is reused while the pod closes it."""
 
 LOST_AFTER = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 """Ends the connections to a node that is lost, which nothing closes, after 25 s: while requests wait for its answer by
