@@ -87,7 +87,7 @@ def _started(model: EmptyModel, config: EngineConfig, num_seqs: int, num_tokens_
             max_batch_tokens=config.step_tokens,
             window_s=config.embedding_window_s,
         ),
-        grammars=GrammarCompiler(config.model, model.config.vocab_size, frozenset()),
+        grammars=GrammarCompiler(config.model, model.config.vocab_size),
         kv_cache=KVCachePlan(num_blocks, num_tokens_each, backend.shape.block_groups(config.step_tokens)),
         max_num_seqs=num_seqs,
         memory_bytes={},

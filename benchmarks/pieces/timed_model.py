@@ -81,7 +81,7 @@ class NoEmbedder:
 class NoGrammars:
     """Implements `GrammarCompiler`: every grammar is refused."""
 
-    def compile(self, grammar: str) -> Future[Any]:
+    def compile(self, grammar: str, end_token_ids: Sequence[int]) -> Future[Any]:
         refused: Future[Any] = Future()
         refused.set_result(GrammarError("this model computes nothing: send no grammar"))
         return refused

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest_asyncio
 
 from llmservice_server import LLM, AsyncLLM, SamplingParams
 from llmservice_server.ipc.client import EngineDeadError
+from llmservice_server.sampling.grammar import regex_grammar
 
 SETTINGS = {"kv_cache_memory_bytes": 2**22, "threads": 1, "max_num_seqs": 4}
 IDS: Any = np.array([5, 6, 7])
@@ -105,6 +108,19 @@ def test_any_iterable_of_prompts_and_any_integers_will_do(llm: LLM) -> None:
     ]
     by_array, by_arrays, by_list = (llm.generate(ids, GREEDY, use_tqdm=False) for ids in (IDS, [IDS], IDS.tolist()))
     assert by_array == by_arrays == by_list
+
+
+def test_an_answer_with_a_grammar_ends_with_every_token_that_ends_others(tiny_model: Path, tmp_path: Path) -> None:
+    """tokenizer_config.json alone names the token that ends a turn, as that of a fine-tuned model."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for name in ("generation_config.json", "config.json"):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | {"eos_token_id": 0}))
+    llm = LLM(folder, **SETTINGS)
+    (end,) = llm.tokenizer.eos_token_ids - {0}
+    params = SamplingParams(max_tokens=8, logit_bias={end: 100.0}, grammar=regex_grammar("[a-z]*"))
+    (answer,) = llm.generate([IDS], params, use_tqdm=False)[0].outputs
+    assert (answer.finish_reason, answer.token_ids) == ("stop", ())
 
 
 def test_no_prompts_no_results(llm: LLM) -> None:

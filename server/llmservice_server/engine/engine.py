@@ -121,7 +121,7 @@ class Engine:
         if message.sampling.grammar is None:
             self._queue(request)
         else:
-            self._compiling.add(request, message.sampling.grammar)
+            self._compiling.add(request, message.sampling.grammar, message.end_token_ids)
         for deadline_s in (request.deadline_s, request.queue_deadline_s):
             if deadline_s is not None:
                 heapq.heappush(self._deadlines, (deadline_s, request.request_id))
@@ -415,8 +415,8 @@ class GrammarQueue:
     def __bool__(self) -> bool:
         return bool(self._futures)
 
-    def add(self, request: Request, grammar: str) -> None:
-        self._futures[request] = self._compiler.compile(grammar)
+    def add(self, request: Request, grammar: str, end_token_ids: Sequence[int]) -> None:
+        self._futures[request] = self._compiler.compile(grammar, end_token_ids)
 
     def discard(self, request: Request) -> bool:
         """Remove a request that has ended; False where it was not in this queue."""

@@ -198,7 +198,7 @@ class AdapterStore(Protocol[W]):
 
 
 class GrammarCompiler(Protocol):
-    def compile(self, grammar: str) -> Future[Any]:
+    def compile(self, grammar: str, end_token_ids: Sequence[int]) -> Future[Any]:
         """Results in an object whose `start()` returns a `Grammar`, or in the `GrammarError` that refuses it."""
 
 

@@ -123,9 +123,7 @@ def start(config: EngineConfig) -> Started:
     started = Started(
         runner=runner,
         embedder=_embedder(runner, config, kv_cache),
-        grammars=GrammarCompiler(
-            config.tokenizer or config.model, checkpoint.config.vocab_size, checkpoint.eos_token_ids
-        ),
+        grammars=GrammarCompiler(config.tokenizer or config.model, checkpoint.config.vocab_size),
         kv_cache=kv_cache,
         max_num_seqs=max_num_seqs,
         memory_bytes={

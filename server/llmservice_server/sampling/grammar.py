@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -169,53 +168,56 @@ class GrammarCompiler:
     all requests for it while it is compiled.
     """
 
-    def __init__(self, model: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, model: Path, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
         self._threads = ThreadPoolExecutor(_THREADS, "grammar")
         self._tokenizer_lock = Lock()
-        self._outcomes: OrderedDict[str, Future[CompiledGrammar | GrammarError]] = OrderedDict()
+        self._tokenizers: dict[Sequence[int], LLTokenizer] = {}  # by the tokens that end answers: one, as a rule
+        self._outcomes: OrderedDict[tuple[str, Sequence[int]], Future[CompiledGrammar | GrammarError]] = OrderedDict()
         self._length = 0  # of the grammars that are remembered
 
-    def compile(self, grammar: str) -> Future[CompiledGrammar | GrammarError]:
-        """The grammar, or the error that says what is wrong with it."""
-        outcome = self._outcomes.get(grammar)
+    def compile(self, grammar: str, end_token_ids: Sequence[int]) -> Future[CompiledGrammar | GrammarError]:
+        """The grammar, or the error that says what is wrong with it. Answers that conform to it end with one of
+        `end_token_ids`."""
+        key = grammar, tuple(end_token_ids)
+        outcome = self._outcomes.get(key)
         if outcome is None:
-            outcome = self._outcomes[grammar] = self._threads.submit(self._outcome, grammar)
+            outcome = self._outcomes[key] = self._threads.submit(self._outcome, *key)
             self._length += len(grammar)
-        self._outcomes.move_to_end(grammar)
+        self._outcomes.move_to_end(key)
         while len(self._outcomes) > _REMEMBERED_GRAMMARS or self._length > _REMEMBERED_LENGTH:
-            oldest, _ = self._outcomes.popitem(last=False)
+            (oldest, _), _ = self._outcomes.popitem(last=False)
             self._length -= len(oldest)
         return outcome
 
-    def _outcome(self, grammar: str) -> CompiledGrammar | GrammarError:
+    def _outcome(self, grammar: str, end_token_ids: Sequence[int]) -> CompiledGrammar | GrammarError:
         try:
-            return CompiledGrammar(self._compile(grammar))
+            return CompiledGrammar(self._compile(grammar, end_token_ids))
         except GrammarError as error:
             return error.with_traceback(None)  # whose frames would keep the matcher, of half a gigabyte at worst
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str, end_token_ids: Sequence[int]) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer(), grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer(end_token_ids), grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(matcher.get_error().partition("\n")[0])
         _compute_first_mask(matcher)
         return matcher
 
-    def _tokenizer(self) -> LLTokenizer:
+    def _tokenizer(self, end_token_ids: Sequence[int]) -> LLTokenizer:
         with self._tokenizer_lock:
-            return self._built_tokenizer
+            if end_token_ids not in self._tokenizers:
+                self._tokenizers[end_token_ids] = self._made_tokenizer(end_token_ids)
+            return self._tokenizers[end_token_ids]
 
-    @cached_property
-    def _built_tokenizer(self) -> LLTokenizer:
+    def _made_tokenizer(self, end_token_ids: Sequence[int]) -> LLTokenizer:
         from llguidance import LLTokenizer
 
         text = (self._model / "tokenizer.json").read_text(encoding="utf-8")
         try:
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids) or None)
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(end_token_ids) or None)
         except ValueError as error:
             raise GrammarError(f"grammars cannot be used with this model's tokenizer: {error}") from None
 

@@ -57,6 +57,7 @@ class RequestState:
             prompt,
             request_id=f"{prompt.request_id}-{index}",
             sampling=params.for_engine(choice, tokenizer.eos_token_ids),
+            end_token_ids=() if params.grammar is None else tuple(sorted(tokenizer.eos_token_ids)),
         )
         self.index = index
         self.prompt_index = prompt_index

@@ -101,6 +101,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate",
     adapter: str | None = None  # the name of a LoRA adapter; None: the model itself
     adapter_version: str = ""  # the one that `block_hashes` are of
     block_hashes: bytes = b""  # of the prompt's full blocks, where they are known: the engine need not compute them
+    end_token_ids: tuple[int, ...] = ()  # that end an answer which conforms to the grammar
 
 
 class Embed(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
