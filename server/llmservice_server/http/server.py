@@ -191,6 +191,9 @@ class HttpProcess:
             self._state.tokenizer = tokenizer
         except (ModelLoadError, OSError) as error:
             self._fail(str(error))
+        except Exception as error:  # of a library at odd files: without its end the server would never be ready
+            log.exception("the tokenizer cannot be used")
+            self._fail(f"the tokenizer in {engine.tokenizer or engine.model} cannot be used ({error}): fetch it again")
 
     def _fail(self, failure: str | None) -> None:
         self._failure = self._failure or failure

@@ -365,7 +365,7 @@ def _chat_template(given: Path | None, folder: Path, settings: dict[str, Any]) -
         elif given is None and path == own and for_tools.is_file():
             tools_source = for_tools.read_text(encoding="utf-8")
         return None if source is None else ChatTemplate(source, _special_tokens(settings), tools_source)
-    except (jinja2.TemplateError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
+    except (jinja2.TemplateError, UnicodeDecodeError, KeyError, TypeError, RecursionError, SyntaxError) as error:
         raise ModelLoadError(
             f"the chat template in {path} cannot be used ({error}): correct it, or give another with --chat-template"
         ) from error

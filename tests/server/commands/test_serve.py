@@ -249,6 +249,12 @@ def _not_finite(model: Path) -> None:
     save_file(tensors, model / "model.safetensors")
 
 
+def _without_decoder(model: Path) -> None:
+    """At which our code raises what it does not expect."""
+    path = model / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": {"type": "Sequence", "decoders": []}}))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -257,7 +263,7 @@ def _not_finite(model: Path) -> None:
             lambda model: (model / "config.json").unlink(),
             "holds no config.json: expected a checkpoint in Hugging Face's format",
         ),
-        (lambda model: (model / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read"),
+        (_without_decoder, "broken cannot be used"),
     ],
 )
 def test_a_broken_checkpoint_ends_the_server_with_one_sentence(

@@ -317,6 +317,7 @@ def test_truncation_and_padding_that_were_saved_with_the_tokenizer_are_off(model
         ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read as JSON"),
         ("generation_config.json", "[1]", "generation_config.json holds a JSON list"),
         ("chat_template.jinja", "{% for %}", "the chat template in .* cannot be used"),
+        ("chat_template.jinja", "{% break %}", "the chat template in .* cannot be used"),
         ("chat_template.jinja", "{{ " + "(" * 3000, "the chat template in .* cannot be used .maximum recursion"),
     ],
 )
