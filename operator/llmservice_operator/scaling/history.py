@@ -64,23 +64,20 @@ class History:
     """For how long measurements have shown no request; 0 after a restart, for what was not measured is not idle."""
 
     @classmethod
-    def start(
-        cls, now: float, replicas: int, since_s: float | None = None, changes: tuple[tuple[float, int], ...] = ()
-    ) -> History:
-        """The present replicas count as recommended until `since_s`, or until now where that is unknown."""
-        started_s = now if since_s is None else since_s
-        return cls(((started_s, replicas),), changes, started_s)
+    def start(cls, now: float, replicas: int, changes: tuple[tuple[float, int], ...] = ()) -> History:
+        """The present replicas count as recommended until now."""
+        return cls(((now, replicas),), changes, now)
 
     @classmethod
     def resume(cls, status: AutoscalingStatus | None, replicas: int, now: float) -> History:
-        """The history after a restart: since when fewer replicas are recommended, the changes, and the capacity."""
+        """The history after a restart: the changes, and the capacity. Stabilisation begins anew, since no load was seen
+        meanwhile."""
         if status is None:
             return cls.start(now, replicas)
         log = status.decisions
         steps = [(epoch(newer.time), newer.replicas - older.replicas) for newer, older in pairwise(log)]
         changes = tuple((min(now, when), change) for when, change in reversed(steps) if change)
-        shrinking = bool(log) and log[0].wanted < log[0].replicas == replicas
-        history = cls.start(now, replicas, min(now, epoch(log[0].time)) if shrinking else None, changes)
+        history = cls.start(now, replicas, changes)
         if status.capacity is None:
             return history
         measured_s = epoch(status.capacity.measured_at)
