@@ -16,6 +16,7 @@ from llmservice_operator.api import units
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_planner.sizing.explanation import format_bytes
 from llmservice_planner.sizing.gpu import CPU, GPU, UnknownGPU, find_gpu, has_fp8
@@ -107,6 +108,13 @@ class Sized:
     """For the server's flag, as the workload chooses; None: as the spec says, or the server's default."""
     given: Given | None = None
     """None: the plan's numbers are the predicted ones."""
+
+    @property
+    def block_groups(self) -> BlockGroups | None:
+        """None where there is no plan, or no KV cache."""
+        if self.plan is None or self.model.shape is None or not self.plan.kv_bytes_per_token:
+            return None
+        return self.model.shape.block_groups(self.plan.block_size, self.plan.max_num_batched_tokens)
 
     @property
     def self_sized(self) -> bool:

@@ -18,6 +18,7 @@ from llmservice_planner.capacity.replica import (
     rate_of,
     replica_capacity,
 )
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_planner.sizing.latency import LatencyModel
 
 _STEP = 1.05
@@ -38,7 +39,12 @@ class ReplicaModel:
     """The latency model and the limits of one replica, with the targets that it has to keep."""
 
     latency: LatencyModel
-    limits: ReplicaLimits
+    num_blocks: int
+    """Of the KV cache, the null block apart."""
+    groups: BlockGroups
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk_tokens: int
     ttft_p99_s: float | None = None
     itl_p99_s: float | None = None
 
@@ -46,15 +52,24 @@ class ReplicaModel:
     def of(cls, sized: Sized, slo: Slo, kv_blocks: int | None = None) -> ReplicaModel | None:
         """`kv_blocks` as the pods measured them. None where the device's rates or the model's figures are unknown."""
         plan = sized.plan
-        if sized.latency is None or plan is None or not plan.kv_bytes_per_token or not sized.max_num_seqs:
+        groups = sized.block_groups
+        if sized.latency is None or plan is None or groups is None or not sized.max_num_seqs:
             return None
-        kv_tokens = plan.kv_pool_bytes // plan.kv_bytes_per_token
-        if kv_blocks and plan.num_blocks > 1:
-            kv_tokens = kv_tokens * kv_blocks // (plan.num_blocks - 1)
-        limits = ReplicaLimits(
-            sized.max_num_seqs, max(1, kv_tokens), plan.max_num_batched_tokens, plan.prefill_chunk_tokens
+        return cls(
+            sized.latency,
+            kv_blocks or plan.num_blocks - 1,
+            groups,
+            sized.max_num_seqs,
+            plan.max_num_batched_tokens,
+            plan.prefill_chunk_tokens,
+            slo.ttft_p99_s,
+            slo.itl_p99_s,
         )
-        return cls(sized.latency, limits, slo.ttft_p99_s, slo.itl_p99_s)
+
+    def limits(self, work: Work) -> ReplicaLimits:
+        """For such requests, of which the pool holds more where layers have windows."""
+        kv_tokens = self.groups.tokens(self.num_blocks, max(1, round(work.context_tokens)))
+        return ReplicaLimits(self.max_num_seqs, kv_tokens, self.max_num_batched_tokens, self.prefill_chunk_tokens)
 
     def capacity(self, work: Work) -> ReplicaCapacity:
         """The most that keeps the target of ITL; where nothing does, the most that a full replica does.
@@ -99,7 +114,8 @@ def _lengths(demand: Demand) -> tuple[float, float, float]:
 
 
 def _work(prompt_tokens: float, output_tokens: float, cached_tokens: float) -> Work:
-    return Work(prompt_tokens, output_tokens, prompt_tokens + cached_tokens + output_tokens / 2)
+    context_tokens = prompt_tokens + cached_tokens + output_tokens / 2
+    return Work(prompt_tokens, output_tokens, context_tokens, cached_tokens=cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +156,7 @@ class Staffing:
         slots = replicas * self.slots
         spare = (1 - utilization) * math.sqrt(slots)
         density = math.exp(-(spare**2) / 2) / math.sqrt(2 * math.pi)
-        waits = 1 / (1 + spare * (1 + math.erf(spare / math.sqrt(2))) / 2 / density)
+        waits = density / (density + spare * (1 + math.erf(spare / math.sqrt(2))) / 2)
         return waits * math.exp(-(1 - utilization) * slots * self.patience_s / self.hold_s)
 
 
@@ -149,13 +165,13 @@ def _staffing(model: ReplicaModel, work: Work) -> Staffing:
     target_s, full = model.ttft_p99_s, model.capacity(work)
     if target_s is None:
         return Staffing(UTILISATION)
-    low, high = _LEAST_UTILIZATION, MOST_UTILIZATION
+    low, high, limits = _LEAST_UTILIZATION, MOST_UTILIZATION, model.limits(work)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        point = operating_point(model.latency, model.limits, work, middle * full.requests_per_s)
+        point = operating_point(model.latency, limits, work, middle * full.requests_per_s)
         is_kept = point is not None and point.ttft_p99_s <= target_s
         low, high = (middle, high) if is_kept else (low, middle)
-    unloaded = operating_point(model.latency, model.limits, work, 0.0)
+    unloaded = operating_point(model.latency, limits, work, 0.0)
     patience_s = target_s - (unloaded.ttft_p99_s if unloaded else target_s)
     if full.limited_by not in {"maxNumSeqs", "kvMemory"} or patience_s <= 0:
         return Staffing(low)
@@ -164,12 +180,12 @@ def _staffing(model: ReplicaModel, work: Work) -> Staffing:
 
 @lru_cache(maxsize=4096)
 def _busy(model: ReplicaModel, work: Work, num_seqs: float) -> float:
-    return min(1.0, rate_of(model.latency, model.limits, work, num_seqs) / model.capacity(work).requests_per_s)
+    return min(1.0, rate_of(model.latency, model.limits(work), work, num_seqs) / model.capacity(work).requests_per_s)
 
 
 @lru_cache(maxsize=4096)
 def _capacity(model: ReplicaModel, work: Work) -> ReplicaCapacity:
-    return replica_capacity(model.latency, model.limits, work, itl_p99_s=model.itl_p99_s)
+    return replica_capacity(model.latency, model.limits(work), work, itl_p99_s=model.itl_p99_s)
 
 
 @lru_cache(maxsize=4096)

@@ -156,10 +156,11 @@ def _policy_at_zero(policy: ScalePolicy, sizing: Sized, held: Held | None) -> Sc
     """
     if sizing.max_num_seqs is None:
         return replace(policy, max_replicas=min(policy.max_replicas, 1))
-    if held is None or not held.tokens or sizing.plan is None or not sizing.plan.kv_bytes_per_token:
+    groups = sizing.block_groups
+    if held is None or not held.tokens or sizing.plan is None or groups is None:
         return policy
-    pool_tokens = sizing.plan.kv_pool_bytes // sizing.plan.kv_bytes_per_token
-    return replace(policy, max_num_seqs=max(1, min(policy.max_num_seqs, pool_tokens * held.requests // held.tokens)))
+    fit = (sizing.plan.num_blocks - 1) // groups.blocks(math.ceil(held.tokens / held.requests))
+    return replace(policy, max_num_seqs=max(1, min(policy.max_num_seqs, fit)))
 
 
 def decide_wake_up(held: Held | None, policy: ScalePolicy, history: History, now: float) -> tuple[Decision, History]:

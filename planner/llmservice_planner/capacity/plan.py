@@ -167,8 +167,7 @@ def replica_limits(sizing: Plan, budget: Budget, work: Work) -> ReplicaLimits:
     """Of a sized replica, whose pool holds more of a context where layers have a window."""
     kv_tokens = _WITHOUT_CACHE_TOKENS
     if sizing.kv_bytes_per_token:
-        context = max(1, round(work.context_tokens))
-        kv_tokens = (sizing.num_blocks - 1) / budget.groups.blocks(context) * context
+        kv_tokens = budget.groups.tokens(sizing.num_blocks - 1, max(1, round(work.context_tokens)))
     num_seqs, tokens = max(1, sizing.max_num_seqs), sizing.max_num_batched_tokens
     return ReplicaLimits(num_seqs, kv_tokens, tokens, sizing.prefill_chunk_tokens)
 

@@ -65,6 +65,10 @@ class BlockGroups:
         in_flight = min(tokens, self.step_tokens)
         return sum(full if window is None else min(full, self.of_window(window, in_flight)) for window in self.windows)
 
+    def tokens(self, num_blocks: int, context: int) -> float:
+        """That `num_blocks` hold of sequences of `context` tokens: more of longer ones, where layers have windows."""
+        return num_blocks / self.blocks(context) * context
+
     def longest(self, num_blocks: int, most: int) -> int:
         """The longest sequence, of at most `most` tokens, that `num_blocks` hold."""
         return bisect_right(range(1, most + 1), num_blocks, key=self.blocks)

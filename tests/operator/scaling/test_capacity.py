@@ -15,13 +15,16 @@ from llmservice_operator.sizing import Sized
 from llmservice_planner.capacity.replica import Work, replica_capacity
 
 REQUEST = Demand(1, 1000, 200)
+LONG = Work(20_000, 1000, 20_500)
 FULL_OF_20 = Staffing(alone=0.5, slots=20, hold_s=15, patience_s=1.5)
 """An L4 with an 8B model: twenty requests at once, each for fifteen seconds."""
 
 
 def test_a_request_costs_what_a_replica_serves_of_its_kind(replica: ReplicaModel) -> None:
     cost = replica.cost(REQUEST)
-    alone = replica_capacity(replica.latency, replica.limits, replace(work_of(REQUEST), prompt_tokens=1000))
+    alone = replica_capacity(
+        replica.latency, replica.limits(work_of(REQUEST)), replace(work_of(REQUEST), prompt_tokens=1000)
+    )
 
     assert cost is not None
     assert cost.replicas(REQUEST.scaled(alone.requests_per_s)) == pytest.approx(1.0, rel=0.05)
@@ -42,7 +45,26 @@ def test_the_measured_blocks_bound_what_runs_at_once(
     half = ReplicaModel.of(gpu_sized, gpu_service().spec.slo, kv_blocks=(gpu_sized.plan.num_blocks - 1) // 2)
 
     assert half is not None
-    assert half.limits.kv_tokens == pytest.approx(replica.limits.kv_tokens / 2, rel=0.01)
+    assert half.limits(LONG).kv_tokens == pytest.approx(replica.limits(LONG).kv_tokens / 2, rel=0.01)
+
+
+def test_windows_leave_room_for_more_requests_as_the_planner_counts_them(
+    gpu_sized: Sized, gpu_service: Callable[..., LLMService]
+) -> None:
+    assert gpu_sized.model.shape is not None
+    assert gpu_sized.plan is not None
+    shape = replace(gpu_sized.model.shape, sliding_window=1024, sliding_layers=gpu_sized.model.shape.layers - 8)
+    sized = replace(gpu_sized, model=replace(gpu_sized.model, shape=shape))
+    model, groups = ReplicaModel.of(sized, gpu_service().spec.slo), sized.block_groups
+
+    assert model is not None
+    assert groups is not None
+    fit = (gpu_sized.plan.num_blocks - 1) / groups.blocks(20_500)
+    assert model.limits(LONG).kv_tokens == pytest.approx(fit * 20_500)
+
+
+def test_no_load_is_too_large_for_the_arithmetic() -> None:
+    assert Staffing(alone=0.5, slots=400, hold_s=15, patience_s=0.1).replicas(1500.0) == pytest.approx(1667, rel=0.01)
 
 
 def test_a_device_of_unknown_rates_has_no_model(sized: Sized, service_of: Callable[..., LLMService]) -> None:

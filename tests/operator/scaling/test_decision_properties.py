@@ -18,7 +18,7 @@ from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
 from llmservice_operator.scaling.supply import Supply
-from llmservice_planner.capacity.replica import ReplicaLimits
+from llmservice_planner.model.block_groups import BlockGroups
 from llmservice_planner.sizing.latency import LatencyModel
 
 NOW = 1_000_000.0
@@ -258,7 +258,11 @@ flows = st.builds(
 )
 REPLICA = ReplicaModel(
     LatencyModel(step_s=5e-4, sequence_s=1e-5, weights_s=0.06, token_s=1.5e-4, kv_token_s=5e-7, pair_s=1e-9),
-    ReplicaLimits(max_num_seqs=SLOTS, kv_tokens=20_000, max_num_batched_tokens=2048, prefill_chunk_tokens=512),
+    num_blocks=1250,
+    groups=BlockGroups(16, num_layers=32),
+    max_num_seqs=SLOTS,
+    max_num_batched_tokens=2048,
+    prefill_chunk_tokens=512,
     ttft_p99_s=2.0,
 )
 """About an 8B model on an L4: half a request a second."""

@@ -91,7 +91,7 @@ def test_held_requests_count_by_their_tokens(
     held: Held, slots: int, replicas: int, service_of: ServiceOf, sized: Sized
 ) -> None:
     assert sized.plan is not None
-    plan = replace(sized.plan, kv_pool_bytes=9000 * sized.plan.kv_bytes_per_token)
+    plan = replace(sized.plan, num_blocks=9040 // sized.plan.block_size + 1)
     service = service_of(autoscaling={**AUTOSCALING, "minReplicas": 0})
 
     decision = decide(service, replace(sized, plan=plan), replicas=0, load=held)
