@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +12,14 @@ import numpy as np
 import openai
 import pytest
 
-from llmservice_server.http.protocol.embeddings import MAX_INPUTS
+from llmservice_server.http.protocol.embeddings import (
+    MAX_INPUTS,
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+)
+from llmservice_server.http.routes.embeddings import written
 
 FEW_MEANS = ("--max-queued-embeddings", "3", "--pooling", "mean")
 
@@ -36,6 +45,27 @@ def test_floats_and_base64_hold_the_same_numbers_in_the_order_of_the_inputs(clie
         assert ours.embedding == pytest.approx(theirs.embedding, abs=1e-6)
     assert as_floats.usage.prompt_tokens == as_floats.usage.total_tokens > len(texts)
     assert (as_floats.model, as_floats.object) == ("tiny", "list")
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_other_requests_get_their_turn_after_each_vector_that_is_written(encoding: Any) -> None:
+    vectors = [np.array([number, -1e-7, 1 / 3], "<f4").tobytes() for number in range(20)]
+    body = EmbeddingRequest(model="m", input="a", encoding_format=encoding)
+    answer = EmbeddingList(model='"data":[]\\é', data=[], usage=EmbeddingUsage(prompt_tokens=1, total_tokens=1))
+    writing = asyncio.create_task(written(answer, vectors, body))
+    turns = 0
+    while not writing.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= len(vectors)
+    response = writing.result()
+    assert (response.status_code, response.media_type) == (200, "application/json")
+    found = EmbeddingList.model_validate_json(response.body)
+    assert found.model_copy(update={"data": []}) == answer
+    floats = [np.frombuffer(vector, "<f4").tolist() for vector in vectors]
+    texts = [base64.b64encode(vector).decode() for vector in vectors]
+    expected = floats if encoding == "float" else texts
+    assert found.data == [Embedding(index=index, embedding=each) for index, each in enumerate(expected)]
 
 
 def test_fewer_dimensions_are_the_first_ones_of_length_one_again(client: openai.OpenAI) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from llmservice_server.http.authentication import client_name
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
@@ -37,6 +38,8 @@ class EmbeddingRoute(BodyRoute):
 
 router = APIRouter(route_class=EmbeddingRoute)
 
+_NO_DATA = b'"data":[]'
+
 
 @router.post(
     "/v1/embeddings",
@@ -51,13 +54,23 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, 
     describe(request.scope, body)
     _check(body, inputs, ready, tokenizer)
     vectors = await embed(state, inputs, request)
-    data = [  # without validating every number
-        Embedding.model_construct(index=index, embedding=_encode(vector, body.dimensions, body.encoding_format))
-        for index, vector in enumerate(vectors)
-    ]
     num_tokens = sum(map(len, inputs))
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return EmbeddingList.model_construct(model=state.config.served_model_names[0], data=data, usage=usage)
+    return await written(EmbeddingList(model=state.config.served_model_names[0], data=[], usage=usage), vectors, body)
+
+
+async def written(answer: EmbeddingList, vectors: Sequence[bytes], body: EmbeddingRequest) -> Response:
+    """`answer` as JSON with `vectors` for its data. Other requests' tokens wait for one vector, not for all."""
+    before, after = answer.model_dump_json().encode().split(_NO_DATA)
+    pieces = [before, b'"data":[']
+    for index, vector in enumerate(vectors):
+        embedding = _encode(vector, body.dimensions, body.encoding_format)
+        item = Embedding.model_construct(index=index, embedding=embedding)  # without validating every number
+        pieces += [b"," if index else b"", item.model_dump_json().encode()]
+        await asyncio.sleep(0)
+    pieces += [b"]", after]
+    # in a thread where it is long, in which joining does not hold the GIL
+    return Response(await run(sum(map(len, pieces)), b"".join, pieces), media_type="application/json")
 
 
 def _inputs(body: EmbeddingRequest, ready: Ready, tokenizer: Tokenizer) -> list[list[int]]:
