@@ -125,7 +125,7 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._exited = asyncio.Event()
         self._stopping = False
-        self._directory = tempfile.TemporaryDirectory(prefix="llmservice-")  # of mode 0700, as prompts pass through it
+        self._directory = _socket_directory()
         self._settings = EngineSettings(
             config=config,
             log_level=log_level,
@@ -349,6 +349,13 @@ class EngineClient:
                 await asyncio.wait_for(self._exited.wait(), _EXIT_S)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()  # it reads no messages while it loads
+
+
+def _socket_directory() -> tempfile.TemporaryDirectory[str]:
+    """Of mode 0700, as prompts pass through it; under /tmp where TMPDIR is too long for the path of a socket."""
+    longest = zmq.IPC_PATH_MAX_LEN - len("/llmservice-12345678/from-engine")
+    fits = len(os.fsencode(tempfile.gettempdir())) <= longest
+    return tempfile.TemporaryDirectory(prefix="llmservice-", dir=None if fits else "/tmp")  # noqa: S108
 
 
 def _describe(status: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,6 +55,18 @@ async def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
             await client.embed([[5], [2**70]])
         assert client.embedding_inputs == {}
         assert client.silent_s == 0
+
+
+@pytest.mark.parametrize("num_bytes", [75, 76, 200])  # the path of a socket has room for 75 of TMPDIR
+async def test_an_engine_starts_however_long_the_path_of_the_folder_for_temporary_files_is(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, parent = "12345678", "/tmp"
+    name = "n" * (num_bytes - len(f"{parent}/{random}"))
+    with tempfile.TemporaryDirectory(prefix=name, dir=parent) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        async with _started() as client:
+            assert client.ready is not None
 
 
 async def test_inputs_are_counted_by_key_from_the_call_until_they_are_withdrawn() -> None:
