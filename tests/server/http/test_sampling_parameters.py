@@ -290,6 +290,20 @@ def test_only_the_last_tokens_of_a_truncated_prompt_count(server: Any) -> None:
     assert cut["data"][0]["embedding"] == pytest.approx(vectors[0], abs=1e-5)
 
 
+def test_an_echo_is_what_is_left_of_a_truncated_prompt(server: Any, tiny_model: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_model)
+    texts = ["Hello you <|user|>", "one two three four five six seven"]
+    [whole, cut] = tokenizer.encode_all(texts)
+    left = tokenizer.decode(cut[-len(whole) :])
+    body = {"model": "tiny", "max_tokens": 0, "echo": True, "logprobs": 0, "truncate_prompt_tokens": len(whole)}
+    choices = server.post("/v1/completions", body | {"prompt": texts})[1]["choices"]
+    assert [choice["text"] for choice in choices] == [texts[0], left]
+    written = choices[1]["logprobs"]
+    assert all(left.startswith(*place) for place in zip(written["tokens"], written["text_offset"], strict=True))
+    by_ids = server.post("/v1/completions", body | {"prompt": cut})[1]["choices"][0]
+    assert (by_ids["text"], by_ids["logprobs"]["text_offset"]) == (left, written["text_offset"])
+
+
 def test_special_tokens_are_shown_where_they_are_not_skipped(server: Any, tiny_model: Path) -> None:
     tokenizer = Tokenizer.load(tiny_model)
     [special] = tokenizer.encode("<|user|>", add_special_tokens=False)

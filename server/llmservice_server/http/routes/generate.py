@@ -131,7 +131,13 @@ async def _processor(
     prompts = await run(num_body_bytes(request), prompts_of, body, tokenizer, longest)
     grammar = await asyncio.to_thread(answer_grammar, body, tokenizer, prompts[0]) if body.is_structured else None
     room = ready.max_request_tokens - (body.token_limit or default_max_tokens or 1)
-    prompts = truncated(prompts, body.truncate_prompt_tokens, max(1, room))
+    given, prompts = prompts, truncated(prompts, body.truncate_prompt_tokens, max(1, room))
+    if isinstance(body, CompletionRequest) and body.truncate_prompt_tokens is not None:
+        echoed: list[str | int | list[int]] = [
+            kept if len(kept) < len(ids) else prompt
+            for prompt, ids, kept in zip(body.prompts, given, prompts, strict=True)
+        ]
+        body.prompt = echoed
     hashes = await run(num_body_bytes(request), prompt_hashes, prompts, ready, body.cache_salt, adapter)
     describe(request.scope, body)
     client: Client | None = request.scope.get("client_key")
