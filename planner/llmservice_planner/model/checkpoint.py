@@ -192,9 +192,9 @@ def _indexed(index: Path) -> list[str]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ShapeError(f"{index} has no readable weight_map ({error!r}): download the model folder again") from error
+        raise ShapeError(f"{index} has no readable weight_map ({error!r}): delete it and download it again") from error
     if not names:
-        raise ShapeError(f"{index} has no readable weight_map (it is empty): download the model folder again")
+        raise ShapeError(f"{index} has no readable weight_map (it is empty): delete it and download it again")
     return names
 
 
@@ -204,4 +204,4 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             length = header_length(str(path), file.read(LENGTH_BYTES))
             return parse_header(str(path), file.read(length), length)
     except OSError as error:
-        raise ShapeError(f"{path} cannot be read ({error}): download it again") from error
+        raise ShapeError(f"{path} cannot be read ({error}): delete it and download it again") from error

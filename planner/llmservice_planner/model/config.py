@@ -127,7 +127,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ShapeError(f"{path} does not exist: expected a Hugging Face model folder with a config.json") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ShapeError(f"{path} cannot be read as JSON ({error}): download the model folder again") from error
+        raise ShapeError(f"{path} cannot be read as JSON ({error}): delete it and download it again") from error
     if not isinstance(content, dict):
         raise ShapeError(f"{path} holds a {type(content).__name__}, expected a JSON object")
     return content

@@ -224,7 +224,9 @@ class TransformersModel:
                 output_loading_info=True,
             )
         except SafetensorError as error:
-            raise ModelLoadError(f"{folder} holds an unreadable safetensors file ({error}): fetch it again") from error
+            raise ModelLoadError(
+                f"{folder} holds an unreadable safetensors file ({error}): delete it and fetch it again"
+            ) from error
         except Exception as error:  # transformers raises what its parts raise
             raise ModelLoadError(f"{folder}: transformers cannot load the weights: {one_line(error)}") from error
         zeros = {name for name, tensor in (tensors or {}).items() if name.endswith(".bias") and not tensor.any()}

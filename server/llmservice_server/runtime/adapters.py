@@ -176,7 +176,7 @@ class _Tensors:
         return self._hash.hexdigest()
 
     def _broken(self, problem: str) -> AdapterError:
-        return AdapterError(f"{self._path} is no whole safetensors file ({problem}): fetch it again")
+        return AdapterError(f"{self._path} is no whole safetensors file ({problem}): delete it and fetch it again")
 
 
 class _Reader:

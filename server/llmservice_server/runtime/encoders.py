@@ -291,7 +291,9 @@ def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
     except torch.OutOfMemoryError:
         raise
     except SafetensorError as error:
-        raise ModelLoadError(f"{folder} holds an unreadable safetensors file ({error}): fetch it again") from error
+        raise ModelLoadError(
+            f"{folder} holds an unreadable safetensors file ({error}): delete it and fetch it again"
+        ) from error
     except Exception as error:  # the layers check their sizes by exceptions of many kinds
         raise ModelLoadError(f"{folder} cannot be loaded ({first_line(error)}): fetch it again") from error
     _check_weights(folder, model, info)

@@ -39,7 +39,7 @@ def read_into(targets: Mapping[Path, Mapping[str, torch.Tensor]]) -> None:
                     descriptor = opened.fileno()
                     list(readers.map(partial(_read, descriptor), _chunks(descriptor, tensors)))
             except OSError as error:
-                raise ModelLoadError(f"{file} cannot be read ({error}): fetch it again") from error
+                raise ModelLoadError(f"{file} cannot be read ({error}): delete it and fetch it again") from error
 
 
 def is_direct(target: torch.Tensor, stored_dtype: str) -> bool:

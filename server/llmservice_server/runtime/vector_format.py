@@ -169,7 +169,7 @@ def _dense(folder: Path, size: int) -> tuple[torch.nn.Linear, torch.nn.Module]:
         layer.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise ModelLoadError(
-            f"{weights} is no dense layer for {size} numbers ({first_line(error)}): fetch it again"
+            f"{weights} is no dense layer for {size} numbers ({first_line(error)}): delete it and fetch it again"
         ) from error
     return layer.requires_grad_(requires_grad=False), _ACTIVATIONS[name]
 
@@ -194,5 +194,5 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         ]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelLoadError(
-            f"{path} is no list of sentence-transformers' modules ({error}): fetch it again"
+            f"{path} is no list of sentence-transformers' modules ({error}): delete it and fetch it again"
         ) from error

@@ -77,4 +77,6 @@ def _readable(shard: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again") from error
+        raise ModelLoadError(
+            f"{shard} is not a readable safetensors file ({error}): delete it and fetch it again"
+        ) from error

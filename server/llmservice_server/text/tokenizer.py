@@ -138,7 +138,7 @@ class Tokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises bare Exception, and its panics are none
-            raise ModelLoadError(f"{path} cannot be read ({error}): fetch it again") from error
+            raise ModelLoadError(f"{path} cannot be read ({error}): delete it and fetch it again") from error
         library.no_truncation()
         library.no_padding()
         config = folder / "tokenizer_config.json"

@@ -310,7 +310,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
+        raise ModelLoadError(f"{path} cannot be read as JSON ({error}): delete it and fetch it again") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} holds a JSON {type(content).__name__}, expected an object")
     return content

@@ -48,7 +48,9 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> Non
     file = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1000)}, file)
     os.truncate(file, 2000)
-    with pytest.raises(ModelLoadError, match=r"a\.safetensors cannot be read \(it ends at byte 2000\): fetch it again"):
+    with pytest.raises(
+        ModelLoadError, match=r"a\.safetensors cannot be read \(it ends at byte 2000\): delete it and fetch it again"
+    ):
         read_into({file: {"a": torch.empty(1000)}})
 
 

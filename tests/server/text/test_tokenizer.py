@@ -344,7 +344,7 @@ def test_a_broken_file_is_named(model: Path, name: str, content: str, message: s
 def test_a_tokenizer_at_which_the_library_panics_is_refused(model: Path, change: dict[str, Any]) -> None:
     path = model / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ModelLoadError, match=r"tokenizer.json cannot be read .*: fetch it again"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer.json cannot be read .*: delete it and fetch it again"):
         Tokenizer.load(model)
 
 
