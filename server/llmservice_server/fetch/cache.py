@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 _MARKER = ".complete"
@@ -22,26 +23,78 @@ _LOCK = ".lock"
 _RELEASED = "released"
 
 
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    """`uri` is None from the first change of a file until all files are there, and where there is no marker."""
+
+    uri: str | None = None
+    files: dict[str, int] = field(default_factory=dict)
+    """Sizes by name. While `uri` is None also those of an earlier fetch, and those that are not there yet."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """By name, of the files whose content is known to be that version."""
+
+
 def completed(directory: Path, uri: str) -> list[str] | None:
     """The names of a checkpoint that was fetched from `uri` and whose files have their sizes. None if there is none."""
+    marker = _read_marker(directory)
+    try:
+        whole = marker.uri == uri and all(
+            (directory / name).stat().st_size == size for name, size in marker.files.items()
+        )
+    except (OSError, ValueError):
+        return None
+    return sorted(marker.files) if whole else None
+
+
+class Contents:
+    """The files that fetches have put into a folder, and their versions, as the marker records them. Thread-safe.
+
+    From `begin` to `complete` the folder is complete for no URI: files of two versions never count as one checkpoint.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._marker = _read_marker(directory)
+
+    def version(self, name: str) -> str | None:
+        """Which version the file is; None if that is not recorded."""
+        return self._marker.versions.get(name)
+
+    def begin(self, sizes: dict[str, int], versions: dict[str, str]) -> None:
+        """A fetch of `sizes` is about to change the folder, which has those in `versions` already."""
+        self._write(_Marker(None, self._marker.files | sizes, versions))
+
+    def add(self, name: str, version: str) -> None:
+        """The file is complete."""
+        with self._lock:
+            self._write(_Marker(None, self._marker.files, self._marker.versions | {name: version}))
+
+    def left_over(self, names: list[str]) -> list[str]:
+        """What earlier fetches have put there besides `names`."""
+        return sorted(self._marker.files.keys() - names)
+
+    def complete(self, uri: str, names: list[str]) -> None:
+        """From now on `completed` returns `names`."""
+        sizes = {name: (self._directory / name).stat().st_size for name in names}
+        self._write(_Marker(uri, sizes, self._marker.versions))
+
+    def _write(self, marker: _Marker) -> None:
+        unfinished = self._directory / f"{_MARKER}.{os.getpid()}"
+        with unfinished.open("w") as file:
+            json.dump(asdict(marker), file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self._directory / _MARKER)
+        self._marker = marker
+
+
+def _read_marker(directory: Path) -> _Marker:
     try:
         marker = json.loads((directory / _MARKER).read_text())
-        files: dict[str, int] = marker["files"]
-        whole = marker["uri"] == uri and all((directory / name).stat().st_size == size for name, size in files.items())
+        return _Marker(marker["uri"], dict(marker["files"]), dict(marker.get("versions", {})))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return sorted(files) if whole else None
-
-
-def mark_completed(directory: Path, uri: str, names: list[str]) -> None:
-    """From now on `completed` returns `names`."""
-    files = {name: (directory / name).stat().st_size for name in names}
-    unfinished = directory / f"{_MARKER}.{os.getpid()}"
-    with unfinished.open("w") as file:
-        json.dump({"uri": uri, "files": files}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(directory / _MARKER)
+        return _Marker()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmservice_planner.model.checkpoint import weight_names
 from llmservice_planner.model.encoders import MODULES, without_config
-from llmservice_server.fetch.cache import LockLostError, completed, mark_completed, sole_writer
+from llmservice_server.fetch.cache import Contents, LockLostError, completed, sole_writer
 from llmservice_server.fetch.download import Downloader, FetchOptions
 from llmservice_server.fetch.progress import Progress
 from llmservice_server.fetch.source import FetchError, RetryableError, Source, retrying
@@ -136,11 +136,12 @@ def _download(
         files = request(source.describe, names)
     except RetryableError as error:
         raise FetchError(f"{source.where}: {error} ({options.attempts} attempts): check network and proxy") from error
-    Downloader(source, directory, progress, options, check_lock).run(files)
+    contents = Contents(directory)
+    Downloader(source, directory, contents, progress, options, check_lock).run(files)
     check_lock()
     for stale in directory.glob(".*.part"):  # of a version that the source no longer has
         stale.unlink(missing_ok=True)
-    mark_completed(directory, uri, names)
+    contents.complete(uri, names)
 
 
 def _copy_folder(path: str, directory: Path, *, adapter: bool) -> list[str]:

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmservice_server.fetch.cache import Contents
 from llmservice_server.fetch.progress import Progress
 from llmservice_server.fetch.source import CorruptError, FetchError, RemoteFile, RetryableError, Source, retrying
 
@@ -55,25 +56,25 @@ class Downloader:
         self,
         source: Source,
         directory: Path,
+        contents: Contents,
         progress: Progress,
         options: FetchOptions,
         check_lock: Callable[[], None] = lambda: None,
     ) -> None:
-        self._source, self._directory, self._progress, self._options = source, directory, progress, options
+        self._source, self._directory, self._contents = source, directory, contents
+        self._progress, self._options = progress, options
         self._check_lock = check_lock
         self._stop = threading.Event()
 
     def run(self, files: list[RemoteFile]) -> None:
-        """Download all of them. Raises the first file's error that is not retryable."""
-        present = {file.name: self._present_bytes(file) for file in files}
-        total = sum(file.size for file in files)
-        self._require_space(total - sum(present.values()))
-        self._progress.begin(present, total)
+        """Download those that are not there. Raises the first file's error that is not retryable."""
         pool = ThreadPoolExecutor(self._options.parallel, thread_name_prefix="download")
         try:
+            present = {file for file, there in zip(files, pool.map(self._is_present, files), strict=True) if there}
+            self._begin(files, present)
             # the largest first, so that the last one is small
-            tasks = [pool.submit(self._fetch, file) for file in sorted(files, key=lambda file: -file.size)]
-            done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+            missing = sorted((file for file in files if file not in present), key=lambda file: -file.size)
+            done, _ = wait([pool.submit(self._fetch, file) for file in missing], return_when=FIRST_EXCEPTION)
         except BaseException:  # a signal: do not wait for threads that wait for the network
             self._stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -84,10 +85,26 @@ class Downloader:
         if failures:
             raise next((error for error in failures if not isinstance(error, _StoppedError)), failures[0])
 
+    def _is_present(self, file: RemoteFile) -> bool:
+        """Whether the folder has this version of the file. Its content is read only where no version is recorded."""
+        target = self._directory / file.name
+        if not target.is_file() or target.stat().st_size != file.size:
+            return False
+        if self._contents.version(file.name) == file.version:
+            return True
+        hasher = self._hash_of(target, file, file.size)
+        return hasher is not None and file.digest is not None and hasher.hexdigest() == file.digest.value
+
+    def _begin(self, files: list[RemoteFile], present: set[RemoteFile]) -> None:
+        total = sum(file.size for file in files)
+        done = {file.name: file.size if file in present else min(_size(self._part(file)), file.size) for file in files}
+        self._require_space(total - sum(done.values()))
+        self._check_lock()
+        self._contents.begin({file.name: file.size for file in files}, {file.name: file.version for file in present})
+        self._progress.begin(done, total)
+
     def _fetch(self, file: RemoteFile) -> None:
         target, part = self._directory / file.name, self._part(file)
-        if target.is_file() and target.stat().st_size == file.size:
-            return
         target.parent.mkdir(exist_ok=True)
         request = retrying(self._options.attempts, self._options.longest_wait_s, self._stop)
         for corrupt in range(1, _CORRUPT_LIMIT + 1):
@@ -108,6 +125,7 @@ class Downloader:
                     ) from error
         self._check_lock()
         part.replace(target)
+        self._contents.add(file.name, file.version)
 
     def _attempt(self, file: RemoteFile, part: Path) -> None:
         """One request. The part file is complete, and its checksum right, when it returns."""
@@ -129,12 +147,12 @@ class Downloader:
             if out.tell() >= file.size:
                 out.truncate(0)
             start = os.fstat(out.fileno()).st_size
-            hasher = _hash_of(part, file, start)
+            hasher = self._hash_of(part, file, start)
             with self._source.open(file, start) as (first, chunks):
                 here = first
                 if first != start:  # the server does not support ranges
                     out.truncate(0)
-                    hasher = _hash_of(part, file, 0)
+                    hasher = self._hash_of(part, file, 0)
                 for chunk in chunks:
                     if self._stop.is_set():
                         raise _StoppedError
@@ -153,14 +171,22 @@ class Downloader:
         if hasher is not None and file.digest is not None and hasher.hexdigest() != file.digest.value:
             raise CorruptError(f"its {file.digest.algorithm} is {hasher.hexdigest()}, expected {file.digest.value}")
 
+    def _hash_of(self, path: Path, file: RemoteFile, num_bytes: int) -> hashlib._Hash | None:
+        """The hash of the first `num_bytes` of what an earlier attempt or fetch has written."""
+        if file.digest is None:
+            return None
+        hasher = file.digest.hasher(file.size)
+        with path.open("rb") as written:
+            while chunk := written.read(min(_READ_BYTES, num_bytes - written.tell())):
+                if self._stop.is_set():
+                    raise _StoppedError
+                hasher.update(chunk)
+        return hasher
+
     def _part(self, file: RemoteFile) -> Path:
         version = hashlib.sha256(file.version.encode()).hexdigest()[:12]
         target = self._directory / file.name
         return target.with_name(f".{target.name}.{version}.part")
-
-    def _present_bytes(self, file: RemoteFile) -> int:
-        complete = _size(self._directory / file.name)
-        return complete if complete == file.size else min(_size(self._part(file)), file.size)
 
     def _require_space(self, need_bytes: int) -> None:
         if need_bytes > shutil.disk_usage(self._directory).free:
@@ -179,14 +205,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _hash_of(part: Path, file: RemoteFile, num_bytes: int) -> hashlib._Hash | None:
-    """The hash of the `num_bytes` that an earlier attempt has written."""
-    if file.digest is None:
-        return None
-    hasher = file.digest.hasher(file.size)
-    with part.open("rb") as written:
-        while chunk := written.read(min(_READ_BYTES, num_bytes - written.tell())):
-            hasher.update(chunk)
-    return hasher

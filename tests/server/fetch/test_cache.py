@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.stores.model_hub import ModelHub
-from llmservice_server.fetch.cache import FolderLock, LockLostError, completed, mark_completed
+from llmservice_server.fetch.cache import Contents, FolderLock, LockLostError, completed
 
 LLMSERVICE = Path(sys.executable).with_name("llmservice")
 WEIGHTS = "model.safetensors"
@@ -78,7 +78,7 @@ def test_a_terminated_process_releases_the_lock(hub: ModelHub, tmp_path: Path) -
 def test_a_folder_is_complete_for_its_uri_and_while_its_files_have_their_sizes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"{}")
     assert completed(tmp_path, "hf://a/b") is None
-    mark_completed(tmp_path, "hf://a/b", ["config.json"])
+    Contents(tmp_path).complete("hf://a/b", ["config.json"])
     assert completed(tmp_path, "hf://a/b") == ["config.json"]
     assert completed(tmp_path, "hf://a/c") is None
     (tmp_path / "config.json").write_bytes(b"")

@@ -10,6 +10,8 @@ import pytest
 
 from harness.stores.file_server import Fault
 from harness.stores.model_hub import ModelHub
+from llmservice_server.fetch.checkpoint import fetch
+from llmservice_server.fetch.download import FetchOptions
 from llmservice_server.fetch.source import FetchError
 
 WEIGHTS = "model.safetensors"
@@ -71,6 +73,50 @@ def test_a_corrupt_partial_file_is_downloaded_again(hub: ModelHub, fetched: Fetc
     (part,) = (tmp_path / "model").glob(f".{WEIGHTS}.*.part")
     part.write_bytes(b"x" * 100_000)
     assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
+
+
+def test_a_file_of_another_revision_and_equal_size_is_replaced(hub: ModelHub, fetched: Fetched) -> None:
+    fetched(f"{URI}@v1")
+    hub.files |= {WEIGHTS: b"WEIGHTS" * 40_000, "config.json": b"[]"}
+    hub.sent.clear()
+    found = fetched(f"{URI}@main")
+    assert found == {name: hub.files[name] for name in found}
+    assert "tokenizer.json" not in hub.sent
+
+
+def test_files_of_an_interrupted_download_are_not_mixed_with_those_of_a_later_version(
+    hub: ModelHub, fetched: Fetched, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    for name, content in {WEIGHTS: b"WEIGHTS" * 40_000, "config.json": hub.files["config.json"]}.items():
+        (tmp_path / "model" / name).write_bytes(content)
+    found = fetched(URI)
+    assert found == {name: hub.files[name] for name in found}
+    assert "config.json" not in hub.sent
+
+
+def test_a_folder_is_not_complete_while_another_revision_replaces_its_files(
+    hub: ModelHub, fetched: Fetched, tmp_path: Path
+) -> None:
+    first = dict(hub.files)
+    fetched(f"{URI}@v1")
+    hub.files |= {WEIGHTS: b"WEIGHTS" * 40_000, "config.json": b"[]"}
+    hub.faults["config.json"] = [Fault(status=503)]
+    with pytest.raises(FetchError, match="HTTP 503"):
+        fetch(f"{URI}@main", tmp_path / "model", FetchOptions(parallel=1, attempts=1))
+    assert (tmp_path / "model" / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+    hub.files = first
+    found = fetched(f"{URI}@v1")
+    assert found == {name: first[name] for name in found}
+
+
+def test_a_recorded_version_is_not_read_again(hub: ModelHub, fetched: Fetched, tmp_path: Path) -> None:
+    fetched(f"{URI}@v1")
+    damaged = b"x" * len(hub.files[WEIGHTS])
+    (tmp_path / "model" / WEIGHTS).write_bytes(damaged)
+    assert fetched(f"{URI}@main")[WEIGHTS] == damaged
+    (tmp_path / "model" / WEIGHTS).unlink()
+    assert fetched(f"{URI}@main")[WEIGHTS] == hub.files[WEIGHTS]
 
 
 def test_repeated_corruption_is_reported(hub: ModelHub, fetched: Fetched, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from harness.stores.credential_server import KEY_ID, ROLE, TOKEN, credential_ser
 from harness.stores.file_server import Fault
 from harness.stores.object_store import ObjectStore
 from llmservice_local.node.server import self_signed
+from llmservice_server.fetch.checkpoint import fetch
+from llmservice_server.fetch.download import FetchOptions
 from llmservice_server.fetch.s3 import S3Source, _digest
 from llmservice_server.fetch.source import Digest, FetchError
 
@@ -45,6 +47,21 @@ def test_an_interrupted_object_is_continued(store: ObjectStore, fetched: Fetched
 def test_a_corrupt_object_is_downloaded_again(store: ObjectStore, fetched: Fetched) -> None:
     store.faults[f"llms/tiny/{WEIGHTS}"] = [Fault(cut_after=10_000), Fault(corrupt=True)]
     assert fetched(URI)[WEIGHTS] == store.objects[f"llms/tiny/{WEIGHTS}"]
+
+
+def test_without_a_checksum_a_file_counts_only_as_the_recorded_version(
+    store: ObjectStore, fetched: Fetched, tmp_path: Path
+) -> None:
+    key, store.in_parts = f"llms/tiny/{WEIGHTS}", True
+    for content in (store.objects[key], b"WEIGHTS" * 40_000):
+        store.objects[key] = content
+        store.faults["llms/tiny/config.json"] = [Fault(status=503)]
+        with pytest.raises(FetchError, match="HTTP 503"):
+            fetch(URI, tmp_path / "model", FetchOptions(parallel=1, attempts=1))
+    store.sent.clear()
+    assert fetched(URI)[WEIGHTS] == store.objects[key]
+    assert store.sent["llms/tiny/config.json"]
+    assert not store.sent[key]
 
 
 @pytest.mark.slow
