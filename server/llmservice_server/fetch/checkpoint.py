@@ -141,6 +141,15 @@ def _download(
     check_lock()
     for stale in directory.glob(".*.part"):  # of a version that the source no longer has
         stale.unlink(missing_ok=True)
+    _complete(contents, directory, uri, names, adapter=options.adapter)
+
+
+def _complete(contents: Contents, directory: Path, uri: str, names: list[str], *, adapter: bool) -> None:
+    """Mark the folder, without what earlier fetches have left there: an old index would name the weights to load."""
+    for name in contents.left_over(names):
+        safe = _plain(name) or _IN_FOLDERS.fullmatch(name)  # others may have written the marker of a shared folder
+        if safe and (name in _ADAPTER) == adapter:  # an adapter may be in its model's folder
+            (directory / name).unlink(missing_ok=True)
     contents.complete(uri, names)
 
 
@@ -156,6 +165,8 @@ def _copy_folder(path: str, directory: Path, *, adapter: bool) -> list[str]:
     names = needed((file.relative_to(source).as_posix() for file in files), adapter=adapter)
     _require_servable(f"file://{path}", names, adapter=adapter)
     directory.mkdir(parents=True, exist_ok=True)
+    contents = Contents(directory)
+    contents.begin({name: (source / name).stat().st_size for name in names}, {})
     for name in names:
         file, target = source / name, directory / name
         if not _same(file, target):
@@ -163,6 +174,7 @@ def _copy_folder(path: str, directory: Path, *, adapter: bool) -> list[str]:
             target.parent.mkdir(exist_ok=True)
             shutil.copy2(file, unfinished)
             unfinished.replace(target)  # a file has its final name only once it is complete
+    _complete(contents, directory, f"file://{path}", names, adapter=adapter)
     return names
 
 

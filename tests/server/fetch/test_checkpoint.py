@@ -62,6 +62,32 @@ def test_partial_files_of_an_earlier_version_are_deleted(hub: ModelHub, fetched:
     assert not stale.exists()
 
 
+def test_files_that_the_new_version_lacks_are_deleted(hub: ModelHub, fetched: Fetched, tmp_path: Path) -> None:
+    weights = hub.files.pop("model.safetensors")
+    hub.files |= {"model-00001-of-00001.safetensors": weights, "model.safetensors.index.json": b"{}"}
+    fetched("hf://org/open@v1")
+    (tmp_path / "model" / "notes.json").write_bytes(b"the user's")
+    hub.files["model.safetensors"] = weights
+    del hub.files["model-00001-of-00001.safetensors"], hub.files["model.safetensors.index.json"]
+    assert sorted(fetched("hf://org/open@main")) == sorted([*WANTED, "notes.json"])
+
+
+def test_a_copy_deletes_only_what_a_fetch_has_put_there(
+    hub: ModelHub, fetched: Fetched, tmp_path: Path, folder: Path
+) -> None:
+    hub.files["generation_config.json"] = b"{}"
+    fetched("hf://org/open")
+    (tmp_path / "model" / "notes.json").write_bytes(b"the user's")
+    marker = tmp_path / "model" / ".complete"
+    marker.write_text(marker.read_text().replace('"files": {', '"files": {"../notes.json": 1, '))
+    (tmp_path / "notes.json").write_bytes(b"outside")
+    assert sorted(fetched(f"file://{folder}")) == sorted([*WANTED, "notes.json"])
+    (folder / "chat_template.jinja").unlink()
+    assert "chat_template.jinja" not in fetched(f"file://{folder}")
+    assert (tmp_path / "notes.json").exists()
+    assert fetched("hf://org/open")["model.safetensors"] == hub.files["model.safetensors"]
+
+
 @pytest.mark.parametrize(
     ("uri", "words"),
     [
@@ -111,7 +137,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_is_copied_once_without_pickles(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "model"
     assert fetch(f"file://{folder}", target) == WANTED
-    before = {path: path.stat().st_ino for path in target.iterdir()}
+    before = {path: path.stat().st_ino for path in target.iterdir() if path.name in WANTED}
     (folder / "config.json").write_bytes(b'{"changed": true}')
     assert fetch(f"file://{folder}", target) == WANTED
     changed = [path.name for path, inode in before.items() if path.stat().st_ino != inode]
@@ -212,6 +238,9 @@ def test_an_adapter_is_fetched_from_a_hub(hub: ModelHub, tmp_path: Path) -> None
     assert fetch("hf://org/open@v1", tmp_path, FetchOptions(adapter=True)) == names
     assert all((tmp_path / name).read_bytes() == b"{}" for name in names)
     assert not (tmp_path / "config.json").exists()
+    fetch("hf://org/open@main", tmp_path)
+    fetch("hf://org/open@v1", tmp_path, FetchOptions(adapter=True))
+    assert {path.name for path in tmp_path.iterdir() if path.name[0] != "."} >= {*names, *WANTED}
 
 
 def test_an_adapter_is_fetched_without_other_files(tmp_path: Path) -> None:
