@@ -57,7 +57,7 @@ class ModelReader:
         self._sees_files = file_root is not None and file_root.is_dir()
         """In a cluster the nodes have the folder, the operator's container does not."""
         self._hf_endpoint = hf_endpoint.rstrip("/")
-        self._hf_token = hf_token
+        self._hf_token = (hf_token or "").strip()  # a Secret made with `echo` ends in a newline
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def read(self, source: ModelSource, known: Figures | None = None) -> Model:
@@ -171,6 +171,13 @@ class ModelReader:
         return f"{self._hf_endpoint}/{location.repository}/resolve/{location.revision}/{name}"
 
     def _request(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        if not (self._hf_token.isascii() and self._hf_token.isprintable()):
+            raise ModelSourceError(
+                "ModelUnreachable",
+                f"{url} can't be read: the operator's HF_TOKEN has characters that are not printable ASCII: correct"
+                " it and restart the operator",
+                lasting=False,
+            )
         headers = {"Authorization": f"Bearer {self._hf_token}"} if self._hf_token else {}
         return self._session.get(url, headers=headers, timeout=self._timeout)
 

@@ -292,3 +292,12 @@ async def test_the_operators_token_reads_a_gated_model_and_is_never_shown(hub: s
     with pytest.raises(ModelSourceError) as refused:
         await read({"uri": "hf://org/gated"}, hub, token="wrong-token")
     assert "wrong-token" not in str(refused.value)
+
+
+async def test_white_space_around_the_operators_token_is_removed_and_no_other_refused(hub: str) -> None:
+    assert (await read({"uri": "hf://org/gated"}, hub, token=" sesame\n")).shape.layers == 2
+
+    for token in ("ses\name", "sésame"):
+        with pytest.raises(ModelSourceError, match="HF_TOKEN has characters that are not printable ASCII") as refused:
+            await read({"uri": "hf://org/gated"}, hub, token=token)
+        assert token not in str(refused.value)

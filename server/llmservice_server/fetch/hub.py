@@ -19,6 +19,7 @@ from llmservice_server.fetch.source import (
     RemoteFile,
     RetryableError,
     first_byte,
+    header_value,
     is_transient,
 )
 
@@ -48,12 +49,13 @@ class HubSource:
         if not _NAME.fullmatch(repository) or ".." in repository or (separator and not revision):
             raise FetchError(f"hf://{name} names no repository, expected hf://org/name or hf://org/name@revision")
         secret = os.environ.get("LLMSERVICE_SECRET")
+        token_from = f"key token of Secret {secret}" if secret else "HF_TOKEN"
         return cls(
             repository,
             revision or "main",
             endpoint=(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"),
-            token=os.environ.get("HF_TOKEN") or None,
-            token_from=f"key token of Secret {secret}" if secret else "HF_TOKEN",
+            token=header_value(os.environ.get("HF_TOKEN", ""), token_from) or None,
+            token_from=token_from,
             silence_s=silence_s,
         )
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
+from botocore.credentials import Credentials
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 from botocore.exceptions import ConnectionError as ConnectionFailedError
 from botocore.parsers import ResponseParserError
@@ -26,6 +27,7 @@ from llmservice_server.fetch.source import (
     RemoteFile,
     RetryableError,
     first_byte,
+    header_value,
     is_transient,
 )
 
@@ -64,6 +66,8 @@ class S3Source:
             session.set_config_variable("region", region)
             session.set_config_variable("ca_bundle", env("AWS_CA_BUNDLE") or env("SSL_CERT_FILE"))
             credentials = session.get_credentials()
+            if credentials and credentials.method == "env":
+                _strip_keys(session, credentials)
             config = Config(
                 signature_version="s3v4" if credentials else UNSIGNED,
                 s3={
@@ -162,6 +166,19 @@ class S3Source:
             return f"is not public ({code}): name a Secret in spec.model.s3.credentialsSecretRef"
         needs = "they need s3:GetObject and s3:ListBucket on it"
         return f"is closed to the credentials of {self.credentials_from} ({code}): {needs}"
+
+
+def _strip_keys(session: botocore.session.Session, found: Credentials) -> None:
+    """Of the keys that are `found` in the environment. Raises FetchError."""
+    secret = os.environ.get("LLMSERVICE_SECRET")
+    keys = {
+        "AWS_ACCESS_KEY_ID": found.access_key,
+        "AWS_SECRET_ACCESS_KEY": found.secret_key,
+        "AWS_SESSION_TOKEN": found.token or "",
+    }
+    stripped = [header_value(key, f"key {name} of Secret {secret}" if secret else name) for name, key in keys.items()]
+    if stripped != [*keys.values()]:
+        session.set_credentials(*stripped)
 
 
 def _digest(head: Mapping[str, Any]) -> Digest | None:

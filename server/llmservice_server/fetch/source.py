@@ -119,6 +119,17 @@ class Source(Protocol):
         """
 
 
+def header_value(text: str, where: str) -> str:
+    """A token or key without the white space around it: a Secret made with `echo` ends in a newline. Raises FetchError.
+
+    `where` it is from, for the message, which never has the value.
+    """
+    value = text.strip()
+    if not (value.isascii() and value.isprintable()):
+        raise FetchError(f"{where} has characters that are not printable ASCII: write it without others")
+    return value
+
+
 def is_transient(status: int) -> bool:
     """Whether a request that was answered with this HTTP status may succeed later."""
     return status in {408, 425, 429} or status >= 500

@@ -31,10 +31,11 @@ def test_a_repository_is_fetched_without_pickles_and_duplicates(hub: ModelHub, f
     assert f"/org/open/resolve/{COMMIT}/config.json" in paths
 
 
+@pytest.mark.parametrize("token", ["hf_secret", " hf_secret\r\n"])
 def test_a_gated_repository_is_fetched_with_a_token(
-    hub: ModelHub, fetched: Fetched, monkeypatch: pytest.MonkeyPatch
+    hub: ModelHub, fetched: Fetched, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_TOKEN", token)
     assert sorted(fetched("hf://org/gated")) == WANTED
     assert {request.authorization for request in hub.seen} == {"Bearer hf_secret"}
 
@@ -117,6 +118,17 @@ def test_an_error_names_the_secret_of_a_wrong_token_and_not_the_token(
     assert "hub-access" in done.stderr
     assert done.stderr.count("\n") == 1
     assert "hf_wrong" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("token", ["hf_sécret", "hf_\nsecret"])
+def test_a_token_that_no_header_can_have_is_refused(
+    hub: ModelHub, fetched: Fetched, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(FetchError, match=r"^HF_TOKEN has characters that are not printable ASCII") as refused:
+        fetched("hf://org/gated")
+    assert token not in str(refused.value)
+    assert hub.seen == []
 
 
 def test_an_unreachable_hub_is_reported(fetched: Fetched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,30 @@ def test_a_public_bucket_needs_no_credentials(
     assert all(request.authorization is None for request in store.seen)
 
 
+def test_white_space_around_keys_is_removed(
+    store: ObjectStore, fetched: Fetched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", " AKIDEXAMPLE\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3-secret\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "session\n")
+    assert WEIGHTS in fetched(URI)
+    source = S3Source.parse("models/a", 1.0)
+    keys = source.client._request_signer._credentials
+    assert (keys.access_key, keys.secret_key, keys.token) == ("AKIDEXAMPLE", "s3-secret", "session")
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_a_key_that_no_header_can_have_is_refused(
+    store: ObjectStore, fetched: Fetched, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "clé")
+    monkeypatch.setenv("LLMSERVICE_SECRET", "bucket-access")
+    with pytest.raises(FetchError, match=f"^key {name} of Secret bucket-access has characters that are not") as refused:
+        fetched(URI)
+    assert "clé" not in str(refused.value)
+    assert store.seen == []
+
+
 def test_wrong_credentials_name_the_secret(
     store: ObjectStore, fetched: Fetched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
