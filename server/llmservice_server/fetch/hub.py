@@ -146,7 +146,10 @@ class HubSource:
             if is_transient(status):
                 raise RetryableError(f"{self.endpoint} returns {status}", _retry_after_s(error.response)) from error
             raise self._refusal(status, "the list of files") from error
-        except (httpx2.TransportError, errors.OfflineModeIsEnabled) as error:
+        except errors.OfflineModeIsEnabled as error:
+            name = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+            raise FetchError(f"{name} is set, and no request is sent to {self.endpoint}: unset it") from error
+        except httpx2.TransportError as error:
             raise RetryableError(f"{self.endpoint} cannot be reached ({type(error).__name__})") from error
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from harness.stores.model_hub import COMMIT, ModelHub
 from harness.stores.object_store import ObjectStore
@@ -129,6 +130,14 @@ def test_a_token_that_no_header_can_have_is_refused(
         fetched("hf://org/gated")
     assert token not in str(refused.value)
     assert hub.seen == []
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_hubs_offline_mode_is_reported_at_once(fetched: Fetched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # read at the import
+    with pytest.raises(FetchError, match=r"^HF_HUB_OFFLINE is set, and no request is sent to http://.*: unset it$"):
+        fetched("hf://org/open")
 
 
 def test_an_unreachable_hub_is_reported(fetched: Fetched, monkeypatch: pytest.MonkeyPatch) -> None:
