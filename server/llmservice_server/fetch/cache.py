@@ -9,6 +9,7 @@ its own clock, creates the next one. No file is deleted, so no name is used twic
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from llmservice_server.fetch.source import FetchError
 
 _MARKER = ".complete"
 _LOCK = ".lock"
@@ -95,6 +98,27 @@ def _read_marker(directory: Path) -> _Marker:
         return _Marker(marker["uri"], dict(marker["files"]), dict(marker.get("versions", {})))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return _Marker()
+
+
+@contextlib.contextmanager
+def only_fetch(directory: Path) -> Iterator[None]:
+    """Without `sole_writer`: raises FetchError where another process of this machine fetches into the folder."""
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(folder)
+        raise FetchError(also_fetched(directory)) from error
+    except OSError:
+        pass  # no flock on this file system: the download notices most of it
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+def also_fetched(directory: Path) -> str:
+    return f"another process fetches into {directory} at the same time: give each of them --shared, or wait for it"
 
 
 @contextlib.contextmanager

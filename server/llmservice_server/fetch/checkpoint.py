@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmservice_planner.model.checkpoint import weight_names
 from llmservice_planner.model.encoders import MODULES, without_config
-from llmservice_server.fetch.cache import Contents, LockLostError, completed, sole_writer
+from llmservice_server.fetch.cache import Contents, LockLostError, completed, only_fetch, sole_writer
 from llmservice_server.fetch.download import Downloader, FetchOptions
 from llmservice_server.fetch.progress import Progress
 from llmservice_server.fetch.source import FetchError, RetryableError, Source, retrying
@@ -103,7 +103,8 @@ def remote_source(uri: str, silence_s: float) -> Source:
 def _fetch_remote(uri: str, source: Source, directory: Path, options: FetchOptions, progress: Progress) -> list[str]:
     while (names := completed(directory, uri)) is None:
         if not options.shared:
-            _download(uri, source, directory, options, progress, lambda: None)
+            with only_fetch(directory):
+                _download(uri, source, directory, options, progress, lambda: None)
             continue
         try:
             with sole_writer(

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmservice_server.fetch.cache import Contents
+from llmservice_server.fetch.cache import Contents, also_fetched
 from llmservice_server.fetch.progress import Progress
 from llmservice_server.fetch.source import CorruptError, FetchError, RemoteFile, RetryableError, Source, retrying
 
@@ -124,7 +124,10 @@ class Downloader:
                         " a proxy changes the content, or the upload is damaged"
                     ) from error
         self._check_lock()
-        part.replace(target)
+        try:
+            part.replace(target)
+        except FileNotFoundError as error:
+            raise FetchError(also_fetched(self._directory)) from error
         self._contents.add(file.name, file.version)
 
     def _attempt(self, file: RemoteFile, part: Path) -> None:
@@ -168,6 +171,8 @@ class Downloader:
                 raise RetryableError(f"the response ended after {here} of {file.size} bytes")
             out.flush()
             os.fsync(out.fileno())
+            if os.fstat(out.fileno()).st_size != file.size:
+                raise FetchError(also_fetched(self._directory))
         if hasher is not None and file.digest is not None and hasher.hexdigest() != file.digest.value:
             raise CorruptError(f"its {file.digest.algorithm} is {hasher.hexdigest()}, expected {file.digest.value}")
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from harness.stores.model_hub import ModelHub
-from llmservice_server.fetch.cache import Contents, FolderLock, LockLostError, completed
+from llmservice_server.fetch.cache import Contents, FolderLock, LockLostError, completed, only_fetch
+from llmservice_server.fetch.checkpoint import fetch
+from llmservice_server.fetch.source import FetchError
 
 LLMSERVICE = Path(sys.executable).with_name("llmservice")
 WEIGHTS = "model.safetensors"
@@ -83,6 +85,16 @@ def test_a_folder_is_complete_for_its_uri_and_while_its_files_have_their_sizes(t
     assert completed(tmp_path, "hf://a/c") is None
     (tmp_path / "config.json").write_bytes(b"")
     assert completed(tmp_path, "hf://a/b") is None
+
+
+def test_a_second_fetch_into_a_folder_that_is_not_shared_is_refused(hub: ModelHub, tmp_path: Path) -> None:
+    with (
+        only_fetch(tmp_path),
+        pytest.raises(FetchError, match=rf"fetches into {tmp_path} at .*: give each .* --shared"),
+    ):
+        fetch("hf://org/open", tmp_path)
+    assert hub.sent.keys() <= {""}
+    assert WEIGHTS in fetch("hf://org/open", tmp_path)
 
 
 class Clock:

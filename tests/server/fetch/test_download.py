@@ -10,8 +10,10 @@ import pytest
 
 from harness.stores.file_server import Fault
 from harness.stores.model_hub import ModelHub
-from llmservice_server.fetch.checkpoint import fetch
-from llmservice_server.fetch.download import FetchOptions
+from llmservice_server.fetch.cache import Contents
+from llmservice_server.fetch.checkpoint import fetch, remote_source
+from llmservice_server.fetch.download import Downloader, FetchOptions
+from llmservice_server.fetch.progress import Progress
 from llmservice_server.fetch.source import FetchError
 
 WEIGHTS = "model.safetensors"
@@ -165,3 +167,25 @@ def test_a_disk_that_fills_up_is_reported_and_no_file_gets_its_final_name(
     assert not (tmp_path / "model" / WEIGHTS).exists()
     part.unlink()
     assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
+
+
+def _append(part: Path) -> None:
+    with part.open("ab") as written:
+        written.write(b"x")
+
+
+@pytest.mark.parametrize("other", [_append, Path.unlink])
+@pytest.mark.usefixtures("hub")
+def test_another_process_that_changes_partial_files_is_noticed(tmp_path: Path, other: Callable[[Path], None]) -> None:
+    """As on file systems without flock."""
+
+    def interfere() -> None:  # before each write
+        for part in tmp_path.glob(".*.part"):
+            other(part)
+
+    source = remote_source(URI, 5.0)
+    files = source.describe([name for name in source.names() if name == WEIGHTS])
+    download = Downloader(source, tmp_path, Contents(tmp_path), Progress(), FetchOptions(), interfere)
+    with pytest.raises(FetchError, match=r"another process fetches into .* at the same time: give each .* --shared"):
+        download.run(files)
+    assert not (tmp_path / WEIGHTS).exists()
