@@ -30,7 +30,7 @@ class Analysis:
     def is_predicted(self) -> bool:
         """Whether the capacity of a replica is known before one was full."""
         capacity = self.forecast.capacity if self.forecast else None
-        return self.forecast is not None and (capacity is None or capacity.source == "predicted")
+        return capacity is not None and capacity.source == "predicted"
 
 
 def analyse(

@@ -97,6 +97,16 @@ def test_the_load_sets_the_replicas(now: Load, replicas: int, expected: int, why
     assert any(why in reason for reason in decision.reasons), decision.reasons
 
 
+def test_a_queue_of_what_is_not_counted_as_a_request_asks_for_replicas() -> None:
+    """Inputs to embed: the servers' counts of requests stay at zero."""
+    queued = load((0, 500), admissible=8.0, demand=NO_DEMAND)
+
+    decision, _ = decide(queued, Supply(1, ready=1), POLICY, SETTLED, NOW)
+
+    assert decision.replicas == POLICY.max_replicas
+    assert any("queue: 500 waiting" in reason for reason in decision.reasons), decision.reasons
+
+
 SLEEPY = replace(POLICY, min_replicas=0, idle_timeout_s=120.0)
 EXHAUSTED = replace(SLEEPY, max_replicas=0, why_most="cost: 8.0 of 8 GPU-hours")
 
