@@ -125,7 +125,7 @@ class Load:
     batch_demand: Demand = NO_DEMAND
     """What of it is in the batch lane."""
     prompt_p99_tokens: float | None = None
-    """Length that 1 % of the prompts exceed."""
+    """Length that at least 1 % of the prompts exceed."""
     to_compute: float = 1.0
     """Share of the prompt tokens that was not in the prefix cache."""
 
@@ -195,7 +195,7 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         admissible=_mean([scrapes[-1].admissible for scrapes in read.values()]),
         demand=demand,
         batch_demand=batch_demand,
-        prompt_p99_tokens=quantile(0.99, prompts),
+        prompt_p99_tokens=quantile_at_least(0.99, prompts),
         to_compute=to_compute,
         kv_blocks=min((blocks for one in read.values() if (blocks := one[-1].kv_blocks)), default=None),
         weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
@@ -389,3 +389,9 @@ def quantile(share: float, buckets: Mapping[float, float]) -> float | None:
             return lower + (bound - lower) * ((rank - seen) / within if within else 1.0)
         lower, seen = bound, buckets[bound]
     return lower
+
+
+def quantile_at_least(share: float, buckets: Mapping[float, float]) -> float | None:
+    """The lower bound of the quantile's bucket, which the quantile surely exceeds; None without observations."""
+    total = max(buckets.values(), default=0.0)
+    return max((bound for bound, count in buckets.items() if count < share * total), default=0.0) if total else None

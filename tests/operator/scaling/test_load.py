@@ -222,13 +222,16 @@ def test_servers_that_do_not_count_arrivals_have_no_demand() -> None:
     assert (load.demand, load.arrivals_per_s) == (None, 0.5)
 
 
-def test_the_p99_of_prompt_lengths_is_over_the_window() -> None:
+def test_the_p99_of_prompt_lengths_is_what_they_surely_have_within_the_window() -> None:
+    """All of a bucket's prompts may be as short as its lower bound."""
+
     def buckets(short: float, long: float) -> tuple[tuple[float, float], ...]:
-        return ((100.0, short), (1000.0, long), (math.inf, long))
+        return ((4096.0, short), (8192.0, long), (math.inf, long))
 
-    scrapes = [scrape(0, prompt_buckets=buckets(5000, 5000)), scrape(9, prompt_buckets=buckets(5000, 5010))]
+    before = scrape(0, prompt_buckets=buckets(5000, 5000))
+    lengths = {
+        long: load_of({"a": [before, scrape(9, prompt_buckets=buckets(6000 - long, 6000))]}, ["a"], "pods")
+        for long in (5, 50, 1000)
+    }
 
-    load = load_of({"a": scrapes}, ["a"], "pods")
-
-    assert load is not None
-    assert load.prompt_p99_tokens == pytest.approx(100 + 900 * 0.99)
+    assert {long: load.prompt_p99_tokens for long, load in lengths.items() if load} == {5: 0, 50: 4096, 1000: 4096}
