@@ -492,6 +492,7 @@ def scrape(replica: Replica, now: float) -> Scrape:
         kv_usage=pool.num_held / pool.num_usable,
         admissible=float(scheduler.num_admissible),
         finished=float(replica.num_finished),
+        answered=float(replica.num_answered),
         rejected=float(replica.num_rejected),
         ttft_buckets=_cumulative(TTFT_BOUNDS_S, replica.ttft_counts),
         prompt_buckets=_cumulative(PROMPT_BOUNDS, replica.prompt_counts),

@@ -82,7 +82,7 @@ class Replica:
         self.gaps = GapHistogram() if gaps is None else gaps
         self.first_tokens: list[SimulatedRequest] = []
         self.ended: list[SimulatedRequest] = []
-        self.num_finished = 0
+        self.num_finished = self.num_answered = 0
         self.num_rejected = 0
         self.num_steps = self.num_plans = 0
         self.ttft_counts = [0] * len(TTFT_BOUNDS_S)
@@ -228,6 +228,7 @@ class Replica:
         del self._simulated[engine_request]
         self.scheduler.finish(engine_request)
         self._queue.leave([engine_request.request_id], now)
+        self.num_finished += 1
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -239,8 +240,6 @@ class Replica:
 
     def _end(self, request: SimulatedRequest, now: float) -> None:
         self._leave(request, now)
-        self.num_finished += 1
-        self.prompt_counts[bisect_left(PROMPT_BOUNDS, request.prompt_tokens)] += 1
         self.ended.append(request)
 
     def _cut(self) -> None:
@@ -307,6 +306,8 @@ class Replica:
                 request = self._simulated.get(share.request)
                 if request is not None and share.request.num_output_tokens == request.output_tokens:
                     self._end(request, now)
+                    self.num_answered += 1
+                    self.prompt_counts[bisect_left(PROMPT_BOUNDS, request.prompt_tokens)] += 1
                     self._learn(request)
                     request.end("finished", now)
         return now

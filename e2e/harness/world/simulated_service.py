@@ -120,6 +120,7 @@ class _Pod:
             running=running + batch,
             waiting=self.in_flight - running + moment.batch_waiting,
             finished=self.finished,
+            answered=self.finished,
             ttft_buckets=tuple(sorted(self.first_tokens.items())),
             batch_waiting=moment.batch_waiting,
             batch_running=batch if moment.lanes else None,

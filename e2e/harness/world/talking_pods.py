@@ -47,7 +47,7 @@ class TalkingPods:
             return web.Response(status=500)
         running, waiting = self.in_flight[request.url.host]
         lines = [f"llmservice_num_requests_running {running}", f"llmservice_num_requests_waiting {waiting}"]
-        lines += [f"llmservice_request_success_total {self.finished}"]
+        lines += [f'llmservice_request_success_total{{finished_reason="stop"}} {self.finished}']
         if self.answered_s is not None:
             bounds = (0.1, 1.0, 10.0)
             counts = [(bound, self.finished if self.answered_s <= bound else 0) for bound in bounds]

@@ -28,6 +28,9 @@ class Scrape:
     admissible: float | None = None
     """Sequences like those before that the KV cache holds at once; None before the first step."""
     finished: float = 0.0
+    """Requests that have ended, aborted and failed ones too."""
+    answered: float = 0.0
+    """How many of them have their whole answer."""
     rejected: float = 0.0
     embedded: float = 0.0
     """Inputs turned into embeddings, which are no requests in the sense of the others."""
@@ -57,7 +60,7 @@ class Scrape:
 
 _EVENLY = 0.8
 """The running requests of a pod that stays full in one half of the window, as a share of those in the other."""
-_ENOUGH_FINISHED = 30
+_ENOUGH_ANSWERED = 30
 """Answers from which on a pod's predictions of others are its own."""
 
 Histories = Mapping[str, Sequence[Scrape]]
@@ -263,7 +266,7 @@ def _capacity(histories: Iterable[Sequence[Scrape]]) -> float | None:
         if time_s <= 0:
             continue
         full_s, longest_s = full_s + time_s, max(longest_s, time_s)
-        finished += sum(increase([before.finished, after.finished]) for before, after in pairs)
+        finished += sum(increase([before.answered, after.answered]) for before, after in pairs)
         at_once += sum(after.running for _, after in pairs) / len(pairs)
     enough = finished >= at_once or longest_s >= _ENOUGH_FULL_S
     return finished / full_s if finished and enough else None
@@ -281,8 +284,9 @@ def _full_throughout(scrapes: Sequence[Scrape]) -> float | None:
 
 
 def _finished(scrapes: Sequence[Scrape]) -> float | None:
+    """What was aborted or failed is no work: it may not even have begun."""
     elapsed_s = _elapsed_s(scrapes)
-    return increase([scrape.finished for scrape in scrapes]) / elapsed_s if elapsed_s >= _ENOUGH_FULL_S else None
+    return increase([scrape.answered for scrape in scrapes]) / elapsed_s if elapsed_s >= _ENOUGH_FULL_S else None
 
 
 def _elapsed_s(scrapes: Sequence[Scrape]) -> float:
@@ -296,20 +300,20 @@ def _demand(histories: Collection[Sequence[Scrape]], to_compute: float) -> tuple
     if elapsed_s <= 0 or not counting:
         return None, NO_DEMAND
     total = _with_learned_outputs(
-        [(_growth([scrape.arrived or NO_DEMAND for scrape in scrapes]), scrapes[-1].finished) for scrapes in counting]
+        [(_growth([scrape.arrived or NO_DEMAND for scrape in scrapes]), scrapes[-1].answered) for scrapes in counting]
     )
     batch = sum((_growth([scrape.batch_arrived for scrape in scrapes]) for scrapes in counting), start=NO_DEMAND)
     return total.per_s(elapsed_s, to_compute), batch.per_s(elapsed_s, to_compute)
 
 
 def _with_learned_outputs(arrivals: Iterable[tuple[Demand, float]]) -> Demand:
-    """The sum of arrivals at pods, each with the requests that it has finished since its start.
+    """The sum of arrivals at pods, each with the requests that it has answered since its start.
 
-    A pod that has finished few has not learned how long answers are: those of others are assumed, if there are any.
+    A pod that has answered few has not learned how long answers are: those of others are assumed, if there are any.
     """
     learned = new = NO_DEMAND
-    for arrived, finished in arrivals:
-        if finished >= _ENOUGH_FINISHED:
+    for arrived, answered in arrivals:
+        if answered >= _ENOUGH_ANSWERED:
             learned += arrived
         else:
             new += arrived

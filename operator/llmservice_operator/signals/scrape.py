@@ -44,6 +44,9 @@ _LINE = re.compile(
 )
 """The labels' values keep their escapes: none of those that are read has any."""
 
+ANSWERED = ("stop", "length")
+"""Why an answer ends that is whole."""
+
 Sample = tuple[str, Mapping[str, str], float]
 """A series' name, its labels and its value."""
 
@@ -82,6 +85,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
     totals: dict[str, float] = defaultdict(float)
     buckets: dict[str, dict[float, float]] = {TTFT_BUCKET: defaultdict(float), PROMPT_BUCKET: defaultdict(float)}
     lanes: dict[str, float] = defaultdict(float)
+    answered = 0.0
     weights: float | None = None
     model_code: str | None = None
     fallbacks: list[str] = []
@@ -98,6 +102,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
             model_code = labels.get("model_code")
         elif name in SERIES:
             totals[name] += value
+            answered += value if labels.get("finished_reason") in ANSWERED else 0.0
             if "lane" in labels:
                 lanes[name] += value if labels["lane"] == BATCH else 0.0
     if RUNNING not in totals:
@@ -109,6 +114,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         kv_usage=totals[KV_USAGE],
         admissible=totals[ADMISSIBLE] or None,
         finished=totals[FINISHED],
+        answered=answered,
         rejected=totals[REJECTED],
         embedded=totals[EMBEDDED],
         arrived=_demand(totals) if ARRIVED in totals else None,

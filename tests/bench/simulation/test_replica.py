@@ -167,6 +167,7 @@ def test_every_request_ends_once_and_its_tokens_are_counted(
         assert (request.num_tokens == request.output_tokens) == (request.outcome == "finished")
     ended = [each for each in driver.requests if each.outcome != "refused"]
     assert replica.num_finished == len(ended)
+    assert replica.num_answered == sum(replica.prompt_counts) == sum(each.outcome == "finished" for each in ended)
     assert replica.num_rejected == len(driver.requests) - len(ended)
     assert replica.gaps.total == sum(max(0, each.num_tokens - 1) for each in ended)
 
@@ -192,6 +193,16 @@ def test_an_arrival_waits_for_the_step_that_runs_and_joins_the_next() -> None:
     replica.advance(ends_s)
     replica.begin(ends_s)
     assert len(replica.scheduler.running) == 2
+
+
+def test_a_withdrawn_request_has_ended_without_an_answer() -> None:
+    replica = Replica(config_of(), 0.0)
+    request = sent(0, 0.0, TraceRequest(0.0, 8, 40))
+    assert replica.offer(request, 0.0) is None
+
+    replica.withdraw(request, 0.0)
+
+    assert (replica.num_finished, replica.num_answered) == (1, 0)
 
 
 def test_the_histogram_of_first_tokens_is_the_servers() -> None:

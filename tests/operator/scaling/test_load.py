@@ -9,6 +9,8 @@ from llmservice_operator.scaling.load import Scrape, increase, load_of, quantile
 
 
 def scrape(time_s: float, *, running: float = 0, waiting: float = 0, finished: float = 0, **more: object) -> Scrape:
+    """All that has finished was answered where nothing else is said."""
+    more.setdefault("answered", finished)
     return Scrape(time_s, running, waiting, finished=finished, **more)  # type: ignore[arg-type]
 
 
@@ -105,6 +107,16 @@ def test_the_throughput_of_a_pod_is_known_after_45_seconds() -> None:
     loads = [load_of({"a": pod}, ["a"], "pods") for pod in (short, long)]
 
     assert [load.finished_per_s for load in loads if load] == [None, 2]
+
+
+def test_what_is_aborted_has_left_and_is_no_work() -> None:
+    full = [scrape(5.0 * n, running=8, waiting=3, finished=13.0 * n, answered=3.0 * n) for n in range(13)]
+
+    load = load_of({"a": full}, ["a"], "pods")
+
+    assert load is not None
+    assert load.arrivals_per_s == pytest.approx(13 / 5)
+    assert load.capacity_per_s == load.full_per_s == load.finished_per_s == pytest.approx(3 / 5)
 
 
 @pytest.mark.parametrize(

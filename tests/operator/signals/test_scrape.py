@@ -18,6 +18,8 @@ llmservice_kv_cache_usage_perc 0.5
 # TYPE llmservice_request_success counter
 llmservice_request_success_total{finished_reason="stop"} 10
 llmservice_request_success_total{finished_reason="length"} 2
+llmservice_request_success_total{finished_reason="abort"} 5
+llmservice_request_success_total{finished_reason="error"} 1
 # TYPE llmservice_time_to_first_token_seconds histogram
 llmservice_time_to_first_token_seconds_bucket{le="0.5"} 7
 llmservice_time_to_first_token_seconds_bucket{le="+Inf"} 12
@@ -39,7 +41,8 @@ llmservice_kernel_fallback{part="top_k_top_p"} 1.0
 def test_lanes_reasons_and_states_are_added_up() -> None:
     scrape = parse_exposition(EXPOSITION, 100.0)
 
-    assert (scrape.time_s, scrape.running, scrape.waiting, scrape.finished) == (100.0, 3, 5, 12)
+    assert (scrape.time_s, scrape.running, scrape.waiting) == (100.0, 3, 5)
+    assert (scrape.finished, scrape.answered) == (18, 12)
     assert (scrape.kv_usage, scrape.kv_blocks, scrape.weights_bytes) == (0.5, 100, 1.5e9)
     assert scrape.fallbacks == ("top_k_top_p",)
     assert scrape.ttft_buckets == ((0.5, 7), (math.inf, 12))
