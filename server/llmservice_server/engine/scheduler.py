@@ -227,6 +227,7 @@ class ContinuousScheduler:
         tokens = self.config.max_num_batched_tokens - len(self.running)
         in_the_end = self.admission.predicted_blocks(running).tolist()
         num_victims = num_enough = 0
+        holds = Counter[int]()  # of the victims, by block: one that they alone share is free without them
         for request in waiting:
             if tokens < 1:
                 break
@@ -241,7 +242,9 @@ class ContinuousScheduler:
                     return running[len(running) - num_enough :]
                 num_victims += 1
                 victim = running[-num_victims]
-                kept = self.blocks.held_by_others(victim)
+                for table in victim.block_tables:
+                    holds.update(table)
+                kept = self.blocks.held_by_others(victim, holds)
                 now, seats = now + self.blocks.held(victim) - kept, seats + 1
                 later += in_the_end[-num_victims] - kept
             num_enough = num_victims

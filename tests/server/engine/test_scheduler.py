@@ -402,6 +402,17 @@ def test_batch_work_gives_the_blocks_that_were_cached_for_it_too() -> None:
     assert interactive.status is Status.RUNNING
 
 
+def test_batch_work_gives_the_blocks_that_all_of_it_shares() -> None:
+    bench = Bench(num_blocks=31, max_num_batched_tokens=96, prefill_chunk_tokens=96, settings={"prefix_caching": True})
+    document = [*range(20, 84)]
+    batch = [bench.add([*document, number], lane="batch") for number in range(3)]
+    bench.step()
+    assert [request.num_cached_tokens for request in batch] == [0, 64, 64]
+    interactive = bench.add(prompt=60)
+    assert bench.step().preempted == batch[::-1]
+    assert interactive.status is Status.RUNNING
+
+
 def test_batch_work_keeps_blocks_that_stay_held_without_it() -> None:
     bench = Bench(num_blocks=21, max_num_batched_tokens=96, prefill_chunk_tokens=96, settings={"prefix_caching": True})
     document = [*range(20, 84)]
