@@ -204,3 +204,4 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             + body
         )
         self.transport.close()
+        self._await_reader()

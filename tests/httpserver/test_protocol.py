@@ -250,6 +250,19 @@ async def test_a_client_that_stops_reading_an_answer_is_disconnected(
             await asyncio.sleep(0.01)
 
 
+async def test_a_client_that_sends_no_http_behind_an_answer_that_it_does_not_read_is_disconnected() -> None:
+    keeping = ONLY.replace(b"close", b"keep-alive")
+    async with served(client_timeout_s=0.2) as (_, server, port), slow_reader(port, keeping) as client:
+        loop, connections = asyncio.get_running_loop(), server.server_state.connections
+        while not any(one.transport.get_write_buffer_size() for one in connections):
+            await asyncio.sleep(0)
+        while any(one.transport.get_write_buffer_size() > 12_000 for one in connections):
+            await loop.sock_recv(client, 512)
+        await loop.sock_sendall(client, b"no HTTP\r\n\r\n")
+        while connections:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_request_that_is_read_slowly_but_steadily_is_answered_whole() -> None:
     async with served() as (app, _, port):
         body = bytes(200_000)
