@@ -152,6 +152,10 @@ class Reflector(Generic[T]):
                 self.is_refused |= error.status == 403
                 answer = f"the API server answered {error.status}: {error.reason}"
                 logger.warning("cannot read %s: %s; keeping what is known", self._path, answer)
+            except aiohttp.SocketTimeoutError:  # also of an API server that sends no bookmarks while nothing happens
+                backoff_s = FIRST_BACKOFF_S
+                logger.info("%s was silent for %g s, is watched anew", self._path, SILENCE_S)
+                continue
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 logger.warning("lost %s: %s: %s; keeping what is known", self._path, type(error).__name__, error)
             else:
