@@ -216,8 +216,9 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         text = (self._model / "tokenizer.json").read_text(encoding="utf-8")
+        ends = [one for one in end_token_ids if one < self._vocab_size]  # a tokenizer may have more tokens
         try:
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(end_token_ids) or None)
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends or None)
         except ValueError as error:
             raise GrammarError(f"grammars cannot be used with this model's tokenizer: {error}") from None
 

@@ -62,3 +62,9 @@ def test_fewer_are_remembered_where_they_are_long(compiled: Compiled) -> None:
     assert compiled(long[1]) is outcomes[1]
     assert compiled(regex_grammar("a")) is not first
     assert compiled(lark_grammar(f"// {comment * 5}\nstart: nowhere")).exception(timeout=60) is None
+
+
+def test_an_end_that_the_model_has_no_token_for_is_left_out(tiny_model: Path) -> None:
+    vocab_size = TinyModelSpec().vocab_size
+    outcome = GrammarCompiler(tiny_model, vocab_size).compile(regex_grammar("a"), (1, vocab_size))
+    assert isinstance(outcome.result(timeout=60), CompiledGrammar)
