@@ -389,11 +389,14 @@ def test_batch_work_gives_its_blocks_to_interactive_work() -> None:
     assert plan.scheduled[0].request is interactive
 
 
-def test_batch_work_gives_the_blocks_that_were_cached_for_it_too() -> None:
-    bench = Bench(num_blocks=21, max_num_batched_tokens=96, prefill_chunk_tokens=96, settings={"prefix_caching": True})
+@pytest.mark.parametrize("predicts", [False, True])
+def test_batch_work_gives_the_blocks_that_were_cached_for_it_too(predicts: bool) -> None:
+    settings = {"prefix_caching": True}
+    bench = Bench(21, max_num_batched_tokens=96, prefill_chunk_tokens=96, settings=settings, predicts=predicts)
     document = [*range(20, 84)]
     bench.add(document, max_tokens=1, lane="batch")
     bench.step()
+    bench.add(prompt=1)
     batch = bench.add([*document, 1], lane="batch")
     bench.step()
     assert batch.num_cached_tokens == 64
