@@ -24,7 +24,7 @@ from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import LANES
 from llmservice_server.engine.interfaces import Plan, Scheduled
 from llmservice_server.engine.request import Request
-from llmservice_server.engine.scheduler import BATCH, INTERACTIVE, ContinuousScheduler, SchedulerConfig
+from llmservice_server.engine.scheduler import ASK_AGAIN_STEPS, BATCH, INTERACTIVE, ContinuousScheduler, SchedulerConfig
 from llmservice_server.engine.step_timer import step_batch
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
@@ -270,6 +270,12 @@ class Replica:
         requests = [share.request for share in run.plan.scheduled]
         steps = min(self._simulated[each].output_tokens - each.num_output_tokens for each in requests)
         steps = self._fitting(requests, steps)
+        if self._lets_wait:
+            steps = min(steps, ASK_AGAIN_STEPS - scheduler.num_steps % ASK_AGAIN_STEPS)
+            if self.config.groups.slides:  # blocks come free where a new one begins
+                block_size = self.config.groups.block_size
+                rooms = (len(each.block_table) * block_size - each.num_computed_tokens for each in requests)
+                steps = min(steps, 1 + min(rooms))
         until_s = self._deadlines[0][0]
         if batch.head is not None:
             ages_s = batch.head.arrival_s + scheduler.config.ageing_s
@@ -300,6 +306,7 @@ class Replica:
         if steps > 1:
             self._take(run.plan, now)
             now = self._decode_on(run, steps, now)
+            self.scheduler.num_steps += steps - 1
             ends = True
         if ends:
             for share in run.plan.scheduled:

@@ -23,7 +23,7 @@ from llmservice_server.types.errors import ConfigError
 
 INTERACTIVE, BATCH = LANES
 _PRIORITY = attrgetter("priority")
-_ASK_AGAIN_STEPS = 16
+ASK_AGAIN_STEPS = 16
 """For so many steps a request that did not fit is not considered again, where no blocks have come free for it: the most
 that the others will hold falls as they go on, but working it out takes a good part of a step's time on the host."""
 
@@ -85,7 +85,7 @@ class ContinuousScheduler:
         self._reserved_blocks = 0  # to running prompts, which take them chunk by chunk
         self._admitted_since_batch = 1 << 30  # interactive requests, since the last admission of a batch request
         self._refused: dict[Request, int] = {}  # did not fit into so many blocks, and no request has ended since
-        self._num_steps = 0
+        self.num_steps = 0
         self._block_size = pool.groups.block_size
 
     @property
@@ -142,8 +142,8 @@ class ContinuousScheduler:
         `num_computed_tokens` advances here, not after the step: what is scheduled is computed, in this order.
         """
         plan = Plan()
-        self._num_steps += 1
-        if self._num_steps % _ASK_AGAIN_STEPS == 0:
+        self.num_steps += 1
+        if self.num_steps % ASK_AGAIN_STEPS == 0:
             self._refused.clear()
         self._long_left = self.config.max_long_tokens
         self._cut_short = []
