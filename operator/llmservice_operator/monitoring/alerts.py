@@ -83,8 +83,8 @@ def latency_alerts(servers: str, ttft_target: str) -> tuple[Alert, ...]:
     return (
         Alert(
             name="LLMServiceTTFTOverTarget",
-            # A minute has one sample or none where pods are scraped every 45 s or less often.
-            expr=f"({p99} or {of_rare_scrapes}) > {ttft_target}",
+            # A minute has one sample or none where pods are scraped every 45 s or less often, or are gone.
+            expr=f"({p99} or {of_rare_scrapes} and on ({_BY_SERVICE}) {buckets}) > {ttft_target}",
             lasting="1m",
             severity="critical",
             summary="{{ $labels.namespace }}/{{ $labels.service }} misses its target for the time to first token",
