@@ -231,7 +231,9 @@ class ContinuousScheduler:
         for request in waiting:
             if tokens < 1:
                 break
-            num_hits = sum(len(blocks) - blocks.count(NULL_BLOCK) for blocks in self.blocks.find(request))
+            hits = [block for blocks in self.blocks.find(request) for block in blocks if block != NULL_BLOCK]
+            num_hits = self.blocks.num_held_by_others(hits, holds)
+            holds.subtract(hits)  # it will hold them
             now, seats = now - self.pool.groups.blocks(request.num_tokens) + num_hits, seats - 1
             later += num_hits - float(self.admission.predicted_blocks([request])[0])
             while now < 0 or later < 0 or seats < 0:
@@ -242,9 +244,9 @@ class ContinuousScheduler:
                     return running[len(running) - num_enough :]
                 num_victims += 1
                 victim = running[-num_victims]
-                for table in victim.block_tables:
-                    holds.update(table)
-                kept = self.blocks.held_by_others(victim, holds)
+                blocks = [block for table in victim.block_tables for block in table]
+                holds.update(blocks)
+                kept = self.blocks.num_held_by_others(blocks, holds)
                 now, seats = now + self.blocks.held(victim) - kept, seats + 1
                 later += in_the_end[-num_victims] - kept
             num_enough = num_victims

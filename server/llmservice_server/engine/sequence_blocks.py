@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from llmservice_server.engine.block_pool import NULL_BLOCK, BlockPool, SwapSpace
 from llmservice_server.engine.interfaces import BlockCopy
@@ -31,10 +31,10 @@ class SequenceBlocks:
         """All blocks that a running request holds."""
         return sum([len(request.block_table) - slid for slid in request.num_slid])
 
-    def held_by_others(self, request: Request, holds: Mapping[int, int]) -> int:
-        """The blocks of a running request that more requests hold than those counted in `holds`, by block."""
+    def num_held_by_others(self, blocks: Iterable[int], holds: Mapping[int, int]) -> int:
+        """How many of the blocks more requests hold than those counted in `holds`, by block."""
         num_holders = self.pool.num_holders
-        return sum([num_holders[block] > holds[block] for table in request.block_tables for block in table])
+        return sum([num_holders[block] > holds[block] for block in blocks])
 
     def shared_tokens(self, request: Request) -> int:
         """The tokens of its prompt that lie in blocks which other requests hold too."""

@@ -416,6 +416,17 @@ def test_batch_work_gives_the_blocks_that_all_of_it_shares() -> None:
     assert interactive.status is Status.RUNNING
 
 
+def test_batch_work_keeps_a_prompt_that_the_interactive_request_shares() -> None:
+    bench = Bench(30, max_num_batched_tokens=128, prefill_chunk_tokens=128, settings={"prefix_caching": True})
+    document = [*range(20, 84)]
+    bench.add(prompt=33)
+    for number in range(2):
+        bench.add([*document, number], lane="batch")
+    bench.step()
+    bench.add([*document, *range(200, 220)])
+    assert not bench.step().preempted
+
+
 def test_batch_work_keeps_blocks_that_stay_held_without_it() -> None:
     bench = Bench(num_blocks=21, max_num_batched_tokens=96, prefill_chunk_tokens=96, settings={"prefix_caching": True})
     document = [*range(20, 84)]
