@@ -66,7 +66,8 @@ class Contents:
 
     def begin(self, sizes: dict[str, int], versions: dict[str, str]) -> None:
         """A fetch of `sizes` is about to change the folder, which has those in `versions` already."""
-        self._write(_Marker(None, self._marker.files | sizes, versions))
+        others = {name: version for name, version in self._marker.versions.items() if name not in sizes}
+        self._write(_Marker(None, self._marker.files | sizes, others | versions))
 
     def add(self, name: str, version: str) -> None:
         """The file is complete."""

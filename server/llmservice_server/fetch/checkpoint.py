@@ -166,16 +166,18 @@ def _copy_folder(path: str, directory: Path, *, adapter: bool) -> list[str]:
     names = needed((file.relative_to(source).as_posix() for file in files), adapter=adapter)
     _require_servable(f"file://{path}", names, adapter=adapter)
     directory.mkdir(parents=True, exist_ok=True)
+    uri, changed = f"file://{path}", [name for name in names if not _same(source / name, directory / name)]
+    if not changed and completed(directory, uri) == sorted(names):
+        return names
     contents = Contents(directory)
     contents.begin({name: (source / name).stat().st_size for name in names}, {})
-    for name in names:
-        file, target = source / name, directory / name
-        if not _same(file, target):
-            unfinished = target.with_name(f".{target.name}.part")
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy2(file, unfinished)
-            unfinished.replace(target)  # a file has its final name only once it is complete
-    _complete(contents, directory, f"file://{path}", names, adapter=adapter)
+    for name in changed:
+        target = directory / name
+        unfinished = target.with_name(f".{target.name}.part")
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy2(source / name, unfinished)
+        unfinished.replace(target)  # a file has its final name only once it is complete
+    _complete(contents, directory, uri, names, adapter=adapter)
     return names
 
 

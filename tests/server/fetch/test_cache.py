@@ -87,6 +87,17 @@ def test_a_folder_is_complete_for_its_uri_and_while_its_files_have_their_sizes(t
     assert completed(tmp_path, "hf://a/b") is None
 
 
+def test_a_fetch_of_other_files_forgets_no_version(tmp_path: Path) -> None:
+    """As of an adapter into the folder of its model."""
+    (tmp_path / "config.json").write_bytes(b"{}")
+    contents = Contents(tmp_path)
+    contents.begin({"config.json": 2}, {})
+    contents.add("config.json", "v1")
+    contents.complete("hf://a/b", ["config.json"])
+    Contents(tmp_path).begin({"adapter_config.json": 2}, {})
+    assert Contents(tmp_path).version("config.json") == "v1"
+
+
 def test_a_second_fetch_into_a_folder_that_is_not_shared_is_refused(hub: ModelHub, tmp_path: Path) -> None:
     with (
         only_fetch(tmp_path),

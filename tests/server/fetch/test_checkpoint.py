@@ -164,6 +164,9 @@ def test_a_folder_is_copied_once_without_pickles(folder: Path, tmp_path: Path) -
     changed = [path.name for path, inode in before.items() if path.stat().st_ino != inode]
     assert changed == ["config.json"]
     assert (target / "config.json").read_bytes() == b'{"changed": true}'
+    marked = (target / ".complete").stat().st_ino
+    assert fetch(f"file://{folder}", target) == WANTED
+    assert (target / ".complete").stat().st_ino == marked
 
 
 @pytest.mark.parametrize(
