@@ -193,7 +193,8 @@ class HttpProcess:
             self._fail(str(error))
         except Exception as error:  # of a library at odd files: without its end the server would never be ready
             log.exception("the tokenizer cannot be used")
-            self._fail(f"the tokenizer in {engine.tokenizer or engine.model} cannot be used ({error}): fetch it again")
+            folder = engine.tokenizer or engine.model
+            self._fail(f"the tokenizer in {folder} cannot be used ({error}): delete its files and fetch it again")
 
     def _fail(self, failure: str | None) -> None:
         self._failure = self._failure or failure

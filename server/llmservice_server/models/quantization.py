@@ -182,7 +182,7 @@ def _read_float4(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) 
         whole = 1 / tensors.take("weight_global_scale", (1, 1), (torch.float32,)).double()
     bits = scales.contiguous().view(torch.int8)
     if not 0 <= whole < torch.inf or bits.min() < 0 or bits.max() == _E4M3_NAN:
-        raise tensors.fail("its scales are negative, infinite or no numbers: fetch it again")
+        raise tensors.fail("its scales are negative, infinite or no numbers: delete the file and fetch it again")
     by_output = whole.expand(outputs, 1).contiguous()
     return QuantizedWeight(values.contiguous(), scales.contiguous(), group=form.group, output_scales=by_output)
 
