@@ -226,21 +226,14 @@ def test_the_beginning_of_a_wait_for_fewer_replicas_is_logged() -> None:
     assert [(entry.replicas, entry.wanted) for entry in log] == [(3, 1), (3, 3)]
 
 
-def test_a_restarted_autoscaler_resumes_the_wait_for_fewer_replicas() -> None:
+def test_a_restarted_autoscaler_keeps_the_changes_and_starts_the_wait_for_fewer_replicas_anew() -> None:
     log = logged((NOW, decision(1)), (NOW + 30, decision(3)), (NOW + 60, decision(3, wanted=1)))
 
     history = History.resume(kept(log), replicas=3, now=NOW + 200)
 
-    assert history.recommendations == ((NOW + 60, 3),)
+    assert history.recommendations == ((NOW + 200, 3),)
     assert history.last_up_s == NOW + 30
     assert history.changes == ((NOW + 30, 2),)
-
-
-def test_a_restarted_autoscaler_without_a_log_starts_the_wait_anew() -> None:
-    other = kept(logged((NOW - 60, decision(4, wanted=1))))
-
-    assert History.resume(None, replicas=3, now=NOW).recommendations == ((NOW, 3),)
-    assert History.resume(other, replicas=3, now=NOW).recommendations == ((NOW, 3),)
 
 
 def test_a_restarted_autoscaler_resumes_the_capacity() -> None:
