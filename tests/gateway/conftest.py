@@ -163,6 +163,20 @@ async def listen(app: web.Application) -> tuple[web.AppRunner, int]:
     return runner, runner.addresses[0][1]
 
 
+async def _never_ending(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: 1\n\n")
+    await asyncio.Event().wait()
+    return response
+
+
+@pytest.fixture
+def never_ending() -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Answers of a pod: one event, and then none."""
+    return _never_ending
+
+
 @pytest.fixture
 async def cluster() -> AsyncIterator[FakeCluster]:
     cluster = FakeCluster()

@@ -206,17 +206,12 @@ async def test_sigterm_lets_a_stream_finish_and_exits_0(served: tuple[Any, Any, 
         assert await process.wait() == 0
 
 
-async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(served: tuple[Any, Any, Path]) -> None:
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(
+    served: tuple[Any, Any, Path], never_ending: Any
+) -> None:
     pod, _, kubeconfig = served
 
-    async def stream(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"data: 1\n\n")
-        await asyncio.Event().wait()
-        return response
-
-    pod.answer = stream
+    pod.answer = never_ending
     process, url = await _gateway(kubeconfig, "--drain-timeout", "0.1")
     async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
         while await _status(client, "/ready") != 200:

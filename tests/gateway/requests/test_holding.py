@@ -176,20 +176,13 @@ async def test_a_failure_after_comments_is_an_error_event(
 
 
 async def test_a_request_takes_memory_only_for_its_body_and_none_once_it_is_answered(
-    gateway_front: Any, cluster: Any, start_pod: StartPod
+    gateway_front: Any, cluster: Any, start_pod: StartPod, never_ending: Any
 ) -> None:
-    async def stream(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"data: 1\n\n")
-        await asyncio.Event().wait()
-        return response
-
     async with gateway_front(GatewayConfig()) as front:
         cluster.emit("llmservices", "ADDED", service())
         await front.until("llama", 0)
         pod = await start_pod("a")
-        pod.answer = stream
+        pod.answer = never_ending
         body = json.dumps({"model": "llama", "messages": [{"role": "user", "content": "word " * 200_000}]}).encode()
         tracemalloc.start()
         try:
