@@ -157,8 +157,11 @@ async def _follow(
     if not pieces:
         record.error = "no output"
         return
-    record.output_tokens = usage["completion_tokens"] if usage else pieces
-    record.prompt_tokens = usage["prompt_tokens"] if usage else record.prompt_tokens
+    try:
+        record.output_tokens = int(usage["completion_tokens"]) if usage else pieces
+        record.prompt_tokens = int(usage["prompt_tokens"]) if usage else record.prompt_tokens
+    except (KeyError, TypeError, ValueError) as error:
+        raise _StreamError("a usage that cannot be read") from error
 
 
 def _chunk(event: bytes) -> tuple[dict[str, Any] | None, bool]:
@@ -200,7 +203,7 @@ async def measure_word_rate(session: aiohttp.ClientSession, target: Target, rng:
             async with session.post(target.endpoint, json=body, headers=dict(target.headers)) as response:
                 if response.status != 200:
                     raise TargetError(f"{target.endpoint} answered {response.status}: {(await response.text())[:300]}")
-                counts.append((await response.json())["usage"]["prompt_tokens"])
+                counts.append(int((await response.json(content_type=None))["usage"]["prompt_tokens"]))
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TargetError(f"cannot reach {target.endpoint}: {str(error) or 'it did not answer in time'}") from error
         except (KeyError, TypeError, ValueError) as error:

@@ -26,7 +26,8 @@ class WordServer:
     """Tokens after which a stream breaks off."""
     cut_every: int | None = None
     """One of this many streams breaks off at its start."""
-    usage: bool = True
+    usage: dict[str, Any] | None = None
+    """In place of the counts of tokens."""
     wait_s: float = 0.0
     """Before each answer."""
     garbage: bytes | None = None
@@ -47,7 +48,7 @@ class WordServer:
         prompt = body["messages"][0]["content"] if chat else body["prompt"]
         usage = {"prompt_tokens": len(prompt.split()) + TEMPLATE_TOKENS, "completion_tokens": body["max_tokens"]}
         if not body["stream"]:
-            return web.json_response({"usage": usage} if self.usage else {})
+            return web.json_response({"usage": usage if self.usage is None else self.usage})
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
@@ -67,7 +68,7 @@ class WordServer:
             if count == cut_after:
                 return response
             await _event(response, {"choices": [{"delta": {self.output: "w "}} if chat else {"text": "w "}]})
-        await _event(response, {"choices": [], "usage": usage})
+        await _event(response, {"choices": [], "usage": usage if self.usage is None else self.usage})
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -79,9 +80,13 @@ async def _event(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
 
 @pytest.fixture
 async def server() -> AsyncIterator[WordServer]:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<html>", content_type="text/html")
+
     server = WordServer()
     app = web.Application()
     app.router.add_post("/v1/{path:.*}", server.handle)
+    app.router.add_post("/page/{path:.*}", page)
     runner = web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

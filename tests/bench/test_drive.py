@@ -86,8 +86,19 @@ async def test_closed_loop_for_a_duration_ends(server: Any) -> None:
         ({"garbage": b'{"nothing": "known"}'}, "an answer that cannot be read"),
         ({"garbage": b'{"error": {"message": "no", "code": "engine_dead"}}'}, "error in the stream: engine_dead"),
         ({"garbage": b'{"error": "no"}'}, "an answer that cannot be read"),
+        ({"usage": {"total_tokens": 9}}, "a usage that cannot be read"),
+        ({"usage": {"prompt_tokens": 9, "completion_tokens": None}}, "a usage that cannot be read"),
     ],
-    ids=["refused", "cut off", "no JSON", "no choices", "error in the stream", "error of another form"],
+    ids=[
+        "refused",
+        "cut off",
+        "no JSON",
+        "no choices",
+        "error in the stream",
+        "error of another form",
+        "no counts",
+        "a count that is null",
+    ],
 )
 async def test_failures_are_recorded_and_do_not_end_the_run(server: Any, misbehave: dict[str, Any], error: str) -> None:
     for name, value in misbehave.items():
@@ -111,9 +122,11 @@ async def test_word_rate_is_learnt_from_the_servers_usage(server: Any) -> None:
     async with open_session() as session:
         rate = await measure_word_rate(session, Target(server.url, "m"), np.random.default_rng(0))
         assert (rate.fixed, rate.per_word) == (3.0, 1.0)
-        server.usage = False
-        with pytest.raises(TargetError, match=r"usage\.prompt_tokens"):
-            await measure_word_rate(session, Target(server.url, "m"), np.random.default_rng(0))
+        for server.usage in ({}, {"prompt_tokens": None}):
+            with pytest.raises(TargetError, match=r"usage\.prompt_tokens"):
+                await measure_word_rate(session, Target(server.url, "m"), np.random.default_rng(0))
+        with pytest.raises(TargetError, match=r"/v1/completions does not report usage\.prompt_tokens"):
+            await measure_word_rate(session, Target(f"{server.url}/page", "m"), np.random.default_rng(0))
 
 
 def test_replayed_trace_keeps_its_times_and_the_length_that_came_at_each() -> None:

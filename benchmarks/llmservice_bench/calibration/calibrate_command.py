@@ -150,7 +150,7 @@ async def _served(
         async with session.get(url, headers=headers) as response:
             if response.status != 200:
                 raise TargetError(f"{url} answered {response.status}: {(await response.text())[:200]}")
-            listed = (await response.json())["data"]
+            listed = (await response.json(content_type=None))["data"]
             models = {str(each["id"]): each.get("max_model_len") for each in listed}
     except (aiohttp.ClientError, TimeoutError) as error:
         raise TargetError(f"cannot reach {url} ({error}): give the root of a running server as --url") from error
