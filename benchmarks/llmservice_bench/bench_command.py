@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmservice_bench.record import FORM
-from llmservice_planner.command import Command, CommandError, number, whole_number
+from llmservice_planner.command import Command, CommandError, count, number, whole_number
 
 
 def server_root(text: str) -> str:
@@ -47,7 +47,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_requests(parser: argparse.ArgumentParser, trace: str) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     parser.add_argument("--scale", type=number, default=1.0, help="multiply the trace's lengths by this")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same requests")
+    parser.add_argument("--seed", type=count, default=0, help="same seed, same requests")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmservice_bench.bench_command import server_root
-from llmservice_planner.command import Command, CommandError, check_output, number, whole_number, write_output
+from llmservice_planner.command import Command, CommandError, check_output, count, number, whole_number, write_output
 from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_planner.sizing.gpu import UnknownGPU, find_gpu
 from llmservice_planner.sizing.latency import LatencyModel
@@ -68,7 +68,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable that holds the API key"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts' words")
+    parser.add_argument("--seed", type=count, default=0, help="of the prompts' words")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the model as JSON")
 
 
@@ -253,8 +253,8 @@ def _report(args: argparse.Namespace, found: _Calibrated) -> str:
         lines += [f"  {kind:<10}{ratio:>9.0%}" for kind, ratio in _ratios(found, found.expected).items()]
     if measured.skipped:
         lines += ["", f"  {len(measured.skipped)} compositions would have taken too long: {measured.skipped[0]}, …"]
-    for reason, count in measured.failures.items():
-        lines.append(f"  {count} requests failed: {reason}")
+    for reason, failed in measured.failures.items():
+        lines.append(f"  {failed} requests failed: {reason}")
     return "\n".join(lines)
 
 

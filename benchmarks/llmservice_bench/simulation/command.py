@@ -82,7 +82,7 @@ def _add_events(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--client-retries", type=count, default=0, metavar="N", help="of a refused request, after its Retry-After"
     )
-    group.add_argument("--seed", type=int, default=0, help="same seed, same result")
+    group.add_argument("--seed", type=count, default=0, help="same seed, same result")
 
 
 def _durations(text: str) -> tuple[float, ...]:

@@ -90,6 +90,12 @@ async def test_what_cannot_be_measured_is_said_in_a_sentence(
     assert error.count("\n") == 1
 
 
+async def test_a_negative_seed_is_refused(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        await calibrate("--url", "http://127.0.0.1:9", "--seed", "-1")
+    assert "argument --seed: '-1' is not a whole number of at least 0" in capsys.readouterr().err
+
+
 async def test_a_url_where_nothing_listens_is_named(capsys: Capture) -> None:
     assert await calibrate("--url", "http://127.0.0.1:9") == 2
     assert "cannot reach http://127.0.0.1:9/v1/models" in capsys.readouterr().err
