@@ -51,8 +51,8 @@ def load_of(args: argparse.Namespace) -> Load:
         raise ValueError(
             "--time-scale stretches the times of --trace: give it without --request-rate and --concurrency"
         )
-    if args.burstiness is not None and args.request_rate is None:
-        raise ValueError("--burstiness shapes the gaps of --request-rate: give both")
+    if args.burstiness is not None and args.request_rate in {None, float("inf")}:
+        raise ValueError("--burstiness shapes the gaps of --request-rate: give both, and a rate that is finite")
     num_requests = args.num_prompts
     if num_requests is None and args.duration is None and not replayed:
         num_requests = DEFAULT_NUM_PROMPTS
@@ -104,6 +104,6 @@ def _settings(args: argparse.Namespace, load: Load) -> dict[str, Any]:
         "burstiness": load.burstiness,
         "concurrency": args.concurrency,
         "num_prompts": load.num_requests,
-        "duration": args.duration,
+        "duration": "inf" if args.duration == float("inf") else args.duration,
         "seed": args.seed,
     }

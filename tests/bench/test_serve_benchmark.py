@@ -28,6 +28,13 @@ async def test_json_names_the_settings_and_both_kinds_of_figures(
     assert result["ttft_s"]["count"] == 6
 
 
+async def test_infinity_is_a_text_in_json(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--request-rate", "inf", "--duration", "inf", "--num-prompts", "2", "--scale", "0.01", "-o", "json")
+    assert await bench("--url", server.url, *flags) == 0
+    result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (result["request_rate"], result["duration"]) == ("inf", "inf")
+
+
 async def test_failed_requests_make_the_exit_status_1(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.cut_after = 0
     assert await bench("--url", server.url, "--num-prompts", "2", "--scale", "0.01") == 1
@@ -108,6 +115,7 @@ async def test_key_may_have_another_name(server: Any, monkeypatch: pytest.Monkey
         (("--duration", "1"), "needs max_concurrency"),
         (("--time-scale", "2"), "--time-scale stretches the times of --trace"),
         (("--burstiness", "2"), "--burstiness shapes the gaps of --request-rate"),
+        (("--burstiness", "2", "--request-rate", "inf"), "give both, and a rate that is finite"),
         (("--goodput", "speed:5"), "cannot read the target 'speed:5'"),
         (("--result", "/absent/run.json"), "/absent is no folder: create it"),
         (("--result", "."), ". is a folder: give the name of a file"),
