@@ -26,14 +26,16 @@ class Recommendation:
     reason: str
 
 
-def model_len(traffic: Traffic, statistics: Statistics) -> Recommendation:
-    """`engine.maxModelLen`: longer requests are refused."""
-    length = traffic.max_model_len
+def model_len(traffic: Traffic, statistics: Statistics, most: int | None = None) -> Recommendation:
+    """`engine.maxModelLen`, at most `most`: longer requests are refused."""
+    length, reason = traffic.max_model_len, f"x 1.1, rounded up to {MODEL_LEN_MULTIPLE}"
+    if most is not None and most < length:
+        length, reason = most, "more than the model knows"
     longer = statistics.longer_than(length)
     return Recommendation(
         "engine.maxModelLen",
         length,
-        f"p99 of prompt and output is {statistics.total.p99} tokens, x 1.1, rounded up to {MODEL_LEN_MULTIPLE}; "
+        f"p99 of prompt and output is {statistics.total.p99} tokens, {reason}; "
         f"{longer} of {statistics.requests} requests ({longer / statistics.requests:.2%}) are longer and are refused",
     )
 
@@ -68,8 +70,8 @@ def of_replica(
     sizing, capacity, share = found
     tokens = sizing.max_num_batched_tokens
     listed = [
-        model_len(traffic, statistics),
-        _expected(traffic, statistics),
+        model_len(traffic, statistics, request.model_len),
+        _expected(traffic, statistics, request.model_len),
         Recommendation(
             "engine.maxNumBatchedTokens",
             tokens,
@@ -107,10 +109,10 @@ def quiet_rate(statistics: Statistics) -> float:
     return rates[int(len(rates) * 0.05)]
 
 
-def _expected(traffic: Traffic, statistics: Statistics) -> Recommendation:
+def _expected(traffic: Traffic, statistics: Statistics, most: int | None = None) -> Recommendation:
     return Recommendation(
         "engine.sizing.expectedTokens",
-        traffic.expected_tokens,
+        min(traffic.expected_tokens, most or traffic.expected_tokens),
         f"the mean of prompt ({statistics.prompt.mean:.0f}) and output ({statistics.output.mean:.0f}) together",
     )
 

@@ -60,6 +60,14 @@ def test_targets_that_are_given_are_not_recommended(model: Path, capsys: Capture
     assert "slo.itlP99" not in fields
 
 
+def test_no_length_is_recommended_that_the_model_does_not_know(model: Path, capsys: Capture) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA_3_8B | {"max_position_embeddings": 1024}))
+    assert traffic(SAMPLE, "--model", model, "--gpu", "h100", "-o", "json") == 0
+    fields = {each["field"]: each for each in json.loads(capsys.readouterr().out)["recommendations"]}
+    assert fields["engine.maxModelLen"]["value"] == fields["engine.sizing.expectedTokens"]["value"] == 1024
+    assert "tokens, more than the model knows; 587 of 1000 requests" in fields["engine.maxModelLen"]["reason"]
+
+
 def test_page_has_plots_tables_and_no_reference_to_other_files(tmp_path: Path, capsys: Capture) -> None:
     page = tmp_path / "report.html"
     assert traffic(SAMPLE, "--html", page) == 0
