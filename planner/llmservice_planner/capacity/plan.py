@@ -59,6 +59,10 @@ class Traffic:
         """Of a request, on average: `expectedTokens`."""
         return max(1, round(sum(map(sum, self.lengths)) / len(self.lengths)))
 
+    def share_longer_than(self, tokens: int) -> float:
+        """Of the requests, by prompt and output together."""
+        return sum(prompt + output > tokens for prompt, output in self.lengths) / len(self.lengths)
+
     @property
     def max_model_len(self) -> int:
         """The 99th percentile of prompt and output together, and a tenth more, rounded up: `maxModelLen`."""

@@ -25,6 +25,8 @@ from llmservice_planner.traffic.summary import Statistics, summarise
 from llmservice_planner.traffic.traces import TraceError, iter_requests
 
 _FLAGS = ("rate", "trace")
+_FEW = 0.01
+"""Of the requests: so many at most are longer than the length that is chosen where the model knows it."""
 
 
 def add_traffic_arguments(group: argparse._ArgumentGroup) -> None:
@@ -99,6 +101,11 @@ def plan_capacity(args: argparse.Namespace, model: ModelFigures, settings: Mappi
     base, prices = _base(model, asked.traffic, settings, gpus[0]), _prices(args.price or ())
     chosen = for_workload(base, args.workload)  # but for the token budget, which each candidate chooses
     base = replace(chosen, max_num_batched_tokens=base.max_num_batched_tokens)
+    if asked.traffic.share_longer_than(base.model_len) == 1:
+        raise CommandError(
+            f"all requests are longer than max_model_len {base.model_len}, and would be refused: shorten them, or "
+            "choose a model that knows more positions"
+        )
     found = candidates(base, gpus, asked.traffic, targets, prices, latency)
     document = _manifest(found, model, targets, asked, args.workload)
     print(_render(args.output, found, asked, targets, document, model))
@@ -180,6 +187,7 @@ def _render(
         answer = {
             "requests_per_s": asked.traffic.requests_per_s,
             "prefix_hit_rate": asked.traffic.prefix_hit_rate,
+            "share_longer_than_max_model_len": asked.traffic.share_longer_than(found[0].request.model_len),
             "ttft_p99_s": targets.ttft_p99_s,
             "itl_p99_s": targets.itl_p99_s,
             "planned_utilisation": UTILISATION,
@@ -209,6 +217,9 @@ def _text(
     for name, values in (("prompts", prompts), ("answers", outputs)):
         p50, p99 = percentile(values, 0.5), percentile(values, 0.99)
         yield f"  {name}: p50 {p50:.0f}, p99 {p99:.0f}, mean {sum(values) / len(values):.0f} tokens"
+    length = found[0].request.model_len
+    if (longer := traffic.share_longer_than(length)) > _FEW:
+        yield f"  {longer:.1%} of the requests are longer than max_model_len {length}, and would be refused"
     if traffic.prefix_hit_rate:
         yield f"  prefix cache: {traffic.prefix_hit_rate:.0%} of the prompt tokens"
     promise = [

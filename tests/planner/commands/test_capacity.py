@@ -91,6 +91,18 @@ def test_trace_gives_lengths_the_busiest_rate_and_the_quiet_one(model: Path, tra
     assert "Traffic: 1 requests/s (the given rate)" in capsys.readouterr().out
 
 
+def test_requests_that_the_model_is_too_short_for_are_counted(model: Path, capsys: Capture) -> None:
+    long = ("--rate", "5", "--gpu", "h100", "--prompt-tokens", "p50=4096,p99=32768", "--output-tokens", "100")
+    assert plan("--model", model, *long) == 0
+    assert (
+        "  22.3% of the requests are longer than max_model_len 8192, and would be refused\n" in capsys.readouterr().out
+    )
+    assert plan("--model", model, *long, "-o", "json") == 0
+    assert json.loads(capsys.readouterr().out)["share_longer_than_max_model_len"] == 0.223
+    assert plan("--model", model, "--rate", "5", *LENGTHS, "--gpu", "h100") == 0
+    assert "would be refused" not in capsys.readouterr().out
+
+
 def test_cached_prefixes_need_fewer_replicas(model: Path, capsys: Capture) -> None:
     def replicas(*more: str) -> int:
         arguments = ("--model", model, "--rate", "100", *LENGTHS, *PROMISE, "--gpu", "l40s", "-o", "json", *more)
@@ -161,6 +173,10 @@ def test_promise_that_nothing_keeps_ends_with_1(model: Path, capsys: Capture) ->
         (["--rate", "5", *LENGTHS, "--cpu-memory", "8Gi"], "--rate plans for GPUs"),
         (["--rate", "5", *LENGTHS, "--gpu-count", "2"], "--rate finds the GPUs per replica itself"),
         (["--rate", "5", *LENGTHS, "--price", "l4=1", "--price", "l4=2"], "a GPU has two prices"),
+        (
+            ["--rate", "5", "--prompt-tokens", "9000", "--output-tokens", "10"],
+            "all requests are longer than max_model_len 8192, and would be refused: shorten them",
+        ),
         (["--trace", "/nowhere.csv"], "cannot read the trace /nowhere.csv"),
         (["--trace", "/nowhere.csv", *LENGTHS], "the lengths come from --trace"),
         (["--rate", "5", *LENGTHS, "--gpu", "l40"], "GPU 'l40' is not in the catalogue: did you mean l40s"),
