@@ -96,9 +96,11 @@ def plan_capacity(args: argparse.Namespace, model: ModelFigures, settings: Mappi
         raise CommandError("--latency is measured on one GPU: name it with --gpu")
     latency = None if args.latency is None else LatencyModel.read(args.latency)
     asked = _asked(args)
-    gpus = [find_gpu(name) for name in args.gpu] if args.gpu else list(GPUS.values())
-    targets = Targets(args.ttft_p99, args.itl_p99)
-    base, prices = _base(model, asked.traffic, settings, gpus[0]), _prices(args.price or ())
+    gpus = list(dict.fromkeys(map(find_gpu, args.gpu))) if args.gpu else list(GPUS.values())
+    targets, prices = Targets(args.ttft_p99, args.itl_p99), _prices(args.price or ())
+    if unused := ", ".join(prices.keys() - {gpu.name for gpu in gpus}):
+        raise CommandError(f"--price names {unused}, and --gpu does not: add it, or leave the price out")
+    base = _base(model, asked.traffic, settings, gpus[0])
     chosen = for_workload(base, args.workload)  # but for the token budget, which each candidate chooses
     base = replace(chosen, max_num_batched_tokens=base.max_num_batched_tokens)
     if asked.traffic.share_longer_than(base.model_len) == 1:

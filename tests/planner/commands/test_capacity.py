@@ -42,12 +42,14 @@ def plan(*arguments: str | Path) -> int:
 
 
 def test_table_has_every_gpu_with_its_replicas_costs_and_limit(model: Path, capsys: Capture) -> None:
-    assert plan("--model", model, "--rate", "20", *LENGTHS, *PROMISE, *GPUS, "--price", "l40s=1.9") == 0
+    twice = ("--gpu", "l4", "--price", "l40s=1.9")
+    assert plan("--model", model, "--rate", "20", *LENGTHS, *PROMISE, *GPUS, *twice) == 0
     out = capsys.readouterr().out
     assert "Traffic: 20 requests/s" in out
     assert "prompts: p50 512, p99 20" in out
     assert "Promise: TTFT p99 1000 ms, ITL p99 50 ms, at 80% of what a replica sustains" in out
     rows = [line for line in out.splitlines() if line.startswith(("l40s ", "h100-80gb ", "2 x l4 "))]
+    assert len(rows) == 3, "a GPU that is named twice has one row"
     assert [row.split()[0] for row in rows] == ["l40s", "h100-80gb", "2"]  # the priced one first
     assert "not yet servable" in rows[2]
     assert max(map(len, out.splitlines())) <= 110
@@ -173,6 +175,7 @@ def test_promise_that_nothing_keeps_ends_with_1(model: Path, capsys: Capture) ->
         (["--rate", "5", *LENGTHS, "--cpu-memory", "8Gi"], "--rate plans for GPUs"),
         (["--rate", "5", *LENGTHS, "--gpu-count", "2"], "--rate finds the GPUs per replica itself"),
         (["--rate", "5", *LENGTHS, "--price", "l4=1", "--price", "l4=2"], "a GPU has two prices"),
+        (["--rate", "5", *LENGTHS, "--price", "l4=1", "--gpu", "t4"], "--price names l4, and --gpu does not"),
         (
             ["--rate", "5", "--prompt-tokens", "9000", "--output-tokens", "10"],
             "all requests are longer than max_model_len 8192, and would be refused: shorten them",
