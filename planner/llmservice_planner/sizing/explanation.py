@@ -225,6 +225,8 @@ def _answer(budget: Budget, max_num_seqs: int, bounds: Mapping[LimitedBy, int], 
         yield f"caution: {device.name} has no bfloat16 units: use dtype float16"
     if budget.request.kv_dtype == "fp8" and not has_fp8(device):
         yield f"caution: {device.name} has no fp8 units, and the server does not start: use kv_dtype auto"
+    if budget.request.device_count > 1:
+        yield "caution: not yet servable, as the server runs on one GPU"
     yield f"answer: max_num_seqs {max_num_seqs}, limited by {limited_by}"
 
 

@@ -38,7 +38,7 @@ def find_remedies(request: SizingRequest) -> Iterator[str]:
         yield f"give the container at least {_memory_needed_mib(request)}Mi of memory"
         return
     if count := _smallest_count(request):
-        yield f"share the model between {count} x {request.device.name} (--gpu-count {count})"
+        yield f"share the model between {count} x {request.device.name} (--gpu-count {count}), not yet servable"
     if gpu := _smallest_gpu(request):
         count_prefix = f"{request.device_count} x " if request.device_count > 1 else ""
         yield f"use a larger GPU: {count_prefix}{gpu.name} ({gpu.memory_bytes / GIB:.1f} GiB each)"

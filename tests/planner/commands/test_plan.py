@@ -50,6 +50,7 @@ def test_70b_over_four_h100s_as_json(capsys: Capture) -> None:
     assert answer["kv_bytes_per_token"] == 327680
     assert answer["weights_bytes"] == 141_107_412_992
     assert answer["fits"] is True
+    assert "caution: not yet servable, as the server runs on one GPU" in answer["explanation"]
 
 
 def test_yaml_says_what_json_says(capsys: Capture) -> None:
