@@ -221,10 +221,8 @@ def _trace(args: argparse.Namespace, service: Service) -> tuple[list[TraceReques
     lasts_s = duration_s or trace[-1].arrival_s
     if not lasts_s:
         raise CommandError("all requests of the trace come at the same time: say how long to simulate with --duration")
-    if args.warmup >= lasts_s:
-        raise CommandError(
-            f"--warmup {args.warmup:g} s is as long as the traffic: nothing would be measured, shorten it"
-        )
+    if args.warmup >= lasts_s or args.warmup > trace[-1].arrival_s:
+        raise CommandError(f"--warmup {args.warmup:g} s leaves no request to measure: shorten it")
     return trace, lasts_s
 
 

@@ -113,6 +113,8 @@ def test_a_page_and_a_plot_are_written(files: tuple[Path, Path], tmp_path: Path)
         (("--model", "pvc://models/llama"), "pvc://models/llama is a volume of the cluster, which can't be read from"),
         (("--model", "nowhere"), "nowhere/config.json does not exist"),
         (("--plot", "plot.gif"), "plot.gif ends in .gif, expected .svg or .png"),
+        (("--warmup", "120s"), "--warmup 120 s leaves no request to measure: shorten it"),
+        (("--warmup", "120s", "--duration", "10m"), "--warmup 120 s leaves no request to measure: shorten it"),
         (("--rate-scale", "0.00000001"), "the trace has no request within --duration and --rate-scale: raise them"),
     ],
 )
