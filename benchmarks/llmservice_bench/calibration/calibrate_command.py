@@ -108,9 +108,9 @@ async def _calibrate(args: argparse.Namespace) -> _Calibrated:
     import aiohttp
     from rich.console import Console
 
-    from llmservice_bench.calibration.fit import fit
+    from llmservice_bench.calibration.fit import TooFewSamplesError, fit
     from llmservice_bench.calibration.measure import measure
-    from llmservice_bench.client import Target
+    from llmservice_bench.client import Target, TargetError
 
     key = os.environ.get(args.api_key_env)
     headers = (("Authorization", f"Bearer {key}"),) if key else ()
@@ -134,7 +134,13 @@ async def _calibrate(args: argparse.Namespace) -> _Calibrated:
                 on_phase=lambda phase: status.update(f"measuring {name}: {phase}"),
             )
         seconds = time.perf_counter() - began
-    return _Calibrated(name, limits, measured, fit(measured.samples, _known(shape)), seconds, expected)
+    try:
+        fitted = fit(measured.samples, _known(shape))
+    except TooFewSamplesError as error:
+        if measured.failures:
+            raise TargetError(f"{error}, and requests failed: {_listed(measured.failures)}") from error
+        raise
+    return _Calibrated(name, limits, measured, fitted, seconds, expected)
 
 
 async def _served(
@@ -156,9 +162,11 @@ async def _served(
         raise TargetError(f"cannot reach {url} ({error}): give the root of a running server as --url") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TargetError(f"{url} lists no models: is it the root of an OpenAI-compatible server?") from error
-    name = args.model or next(iter(models), None)
+    if not models:
+        raise TargetError(f"{url} lists no model: wait until one is served there")
+    name = args.model or next(iter(models))
     if name not in models:
-        raise TargetError(f"{url} lists {', '.join(models) or 'no model'}, not {name}: give one of them as --model")
+        raise TargetError(f"{url} lists {', '.join(models)}, not {name}: give one of them as --model")
     length = models[name]
     return name, length if isinstance(length, int) else None
 
@@ -253,9 +261,13 @@ def _report(args: argparse.Namespace, found: _Calibrated) -> str:
         lines += [f"  {kind:<10}{ratio:>9.0%}" for kind, ratio in _ratios(found, found.expected).items()]
     if measured.skipped:
         lines += ["", f"  {len(measured.skipped)} compositions would have taken too long: {measured.skipped[0]}, …"]
-    for reason, failed in measured.failures.items():
-        lines.append(f"  {failed} requests failed: {reason}")
+    if measured.failures:
+        lines.append(f"  requests failed: {_listed(measured.failures)}")
     return "\n".join(lines)
+
+
+def _listed(failures: Mapping[str, int]) -> str:
+    return ", ".join(f"{failed} x {reason}" for reason, failed in failures.items())
 
 
 def _ratios(found: _Calibrated, expected: LatencyModel) -> dict[str, float]:

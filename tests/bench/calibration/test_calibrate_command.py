@@ -50,7 +50,7 @@ async def test_a_real_server_is_measured_within_the_time_and_its_model_written(t
 
 @pytest.fixture
 async def other_server() -> AsyncIterator[str]:
-    """Lists models and serves none of them."""
+    """Lists models and serves none of them; under /busy, it serves single tokens of one; under /new, it lists none."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m", "max_model_len": 128}, {"id": "n"}]})
@@ -58,8 +58,23 @@ async def other_server() -> AsyncIterator[str]:
     async def refuse(_: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "no GPU"}}, status=500)
 
+    async def no_models(_: web.Request) -> web.Response:
+        return web.json_response({"data": []})
+
+    async def serve_one_token(request: web.Request) -> web.Response:
+        body = await request.json()
+        usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": 1}
+        if body["max_tokens"] > 1:
+            return await refuse(request)
+        chunk = {"choices": [{"text": "w"}], "usage": usage}
+        return web.Response(
+            text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n" if body["stream"] else json.dumps(chunk)
+        )
+
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", refuse)])
+    app.add_routes([web.get("/busy/v1/models", models), web.post("/busy/v1/completions", serve_one_token)])
+    app.router.add_get("/new/v1/models", no_models)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -88,6 +103,21 @@ async def test_what_cannot_be_measured_is_said_in_a_sentence(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/new", "/new/v1/models lists no model: wait until one is served there"),
+        ("/busy", "compositions of steps were measured, at least 8 are needed, and requests failed: "),
+    ],
+)
+async def test_a_server_that_does_not_serve_is_named_as_the_reason(
+    other_server: str, capsys: Capture, path: str, message: str
+) -> None:
+    model = () if path == "/new" else ("--model", "n")
+    assert await calibrate("--url", f"{other_server}{path}", "--seconds", "1", *model) == 2
+    assert message in capsys.readouterr().err
 
 
 async def test_a_negative_seed_is_refused(capsys: Capture) -> None:
