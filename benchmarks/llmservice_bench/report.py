@@ -113,7 +113,8 @@ class Report:
             f"{'latency (ms)':<16}{'mean':>12}{'p50':>12}{'p99':>12}",
         ]
         for name, values in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("ITL", self.itl_s), ("E2E", self.e2e_s)):
-            figures = (f"{value * 1000:>12.2f}" for value in (values.mean, values.p50, values.p99))
+            measured = (values.mean, values.p50, values.p99)
+            figures = (f"{value * 1000:>12.2f}" if values.count else f"{'-':>12}" for value in measured)
             lines.append(f"{name:<16}{''.join(figures)}")
         if self.goodput:
             good = self.goodput
@@ -135,6 +136,8 @@ def latency_titles(width: int = 20) -> str:
 
 
 def latency_cells(row: Mapping[str, Any], width: int = 20) -> str:
+    if not row["completed"]:
+        return f"{'-':>{width}}" * len(LATENCIES)
     pairs = [(row[f"{name}_p50_ms"], row[f"{name}_p99_ms"]) for name in LATENCIES]
     return "".join(f"{f'{p50:.1f} / {p99:.1f}':>{width}}" for p50, p99 in pairs)
 

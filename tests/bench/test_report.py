@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmservice_bench.record import RequestRecord
-from llmservice_bench.report import Report
+from llmservice_bench.report import Report, latency_cells
 
 
 def record(started_s: float, ttft_s: float, itl_s: list[float], **fields: object) -> RequestRecord:
@@ -60,7 +60,10 @@ def test_percentiles_are_those_of_the_values() -> None:
 def test_report_without_requests_is_all_zeros() -> None:
     report = Report.of([])
     assert (report.completed, report.failed, report.output_tokens_per_s) == (0, 0, 0.0)
-    assert report.lines()
+    assert [line.split() for line in report.lines()[-4:]] == [
+        [name, "-", "-", "-"] for name in ("TTFT", "TPOT", "ITL", "E2E")
+    ]
+    assert latency_cells(report.row()).split() == ["-", "-", "-"]
 
 
 def test_json_has_throughput_beside_latency_and_names_the_machine() -> None:
