@@ -107,7 +107,8 @@ def _run_serve(args: argparse.Namespace) -> int:
 _SWEEP = """\
 The throughput-latency curve of a running server: closed loops of growing concurrency measure its capacity, then open
 loops send shares of that at random times, independent of the responses. With --goodput, a bisection finds the highest
-request rate at which the targets are met."""
+request rate at which the targets are met, and at which the waits do not grow from the first half of a run to the second
+(`not sustained`)."""
 
 
 def _add_sweep(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

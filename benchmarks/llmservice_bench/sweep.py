@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from llmservice_bench.client import TargetError
@@ -93,6 +94,18 @@ class SweepPlan:
         )
 
 
+def is_sustained(records: Sequence[RequestRecord], seconds: float) -> bool:
+    """Whether server and load generator keep up with a run of so many seconds: else requests wait longer and longer.
+
+    At a rate a tenth too high, those of the second half wait for their first tokens, from when they were to be sent, by
+    a twentieth of the run longer than those of the first.
+    """
+    completed = sorted((each for each in records if each.error is None), key=lambda each: each.started_s)
+    half = len(completed) // 2
+    waits_s = [each.late_s + each.ttft_s for each in completed]
+    return not half or fmean(waits_s[half:]) - fmean(waits_s[:half]) < seconds / 20
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One run of the sweep; either a closed loop of `concurrency` or an open one of `rate` requests a second."""
@@ -100,6 +113,8 @@ class Point:
     report: Report
     concurrency: int | None = None
     rate: float | None = None
+    is_sustained: bool = True
+    """False: a longer run at this rate would have longer latencies, whatever the targets are."""
 
     @property
     def name(self) -> str:
@@ -109,7 +124,7 @@ class Point:
         goodput = {} if self.report.goodput is None else {"goodput_share": self.report.goodput.share}
         late = {"late_p99_ms": self.report.late_s.p99 * 1000}
         about = {"load": self.name, "concurrency": self.concurrency, "rate": self.rate}
-        return {**about, **self.report.row(), **goodput, **late}
+        return {**about, **self.report.row(), **goodput, **late, "sustained": self.is_sustained}
 
 
 def name_of(concurrency: int | None, rate: float | None) -> str:
@@ -167,8 +182,10 @@ class Sweep:
     async def _add(self, *, concurrency: int | None = None, rate: float | None = None) -> Point:
         run = 1 + len(self.points)  # 0 is the warm-up
         load = self.plan.load(run, concurrency=concurrency, rate=rate or float("inf"))
-        report = Report.of(await self.measure(load, name_of(concurrency, rate)), self.plan.targets)
-        self.points.append(Point(report, concurrency, rate))
+        records = await self.measure(load, name_of(concurrency, rate))
+        report = Report.of(records, self.plan.targets)
+        sustained = rate is None or is_sustained(records, self.plan.seconds)
+        self.points.append(Point(report, concurrency, rate, sustained))
         self.on_point(self.points[-1])
         return self.points[-1]
 
@@ -188,7 +205,7 @@ class Sweep:
 
     def _kept(self, point: Point) -> bool:
         goodput = point.report.goodput
-        return goodput is not None and goodput.share >= self.plan.kept_share
+        return goodput is not None and goodput.share >= self.plan.kept_share and point.is_sustained
 
     def as_dict(self) -> dict[str, Any]:
         highest = {} if self.highest_rate is None else {"highest_rate": asdict(self.highest_rate)}

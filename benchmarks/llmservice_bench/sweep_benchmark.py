@@ -82,6 +82,7 @@ def line(point: Point) -> str:
     """One run as a line under `HEADER`."""
     report = point.report
     kept = f"{report.goodput.share:>8.1%} kept" if report.goodput else ""
+    kept += "" if point.is_sustained else "  not sustained"
     failed = f"  {report.failed} failed" if report.failed else ""
     throughput = f"{report.requests_per_s:>8.2f}{report.output_tokens_per_s:>11.0f}"
     return f"{point.name:<16}{throughput}{latency_cells(report.row(), 22)}{kept}{failed}"

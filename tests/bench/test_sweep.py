@@ -58,6 +58,29 @@ async def test_search_uses_the_results_of_the_curve() -> None:
     assert found.line().startswith("highest rate at which 99% meet ttft:200 (ms): 17.")
 
 
+@pytest.mark.parametrize(
+    ("targets", "is_sent_late"),
+    [(LatencyTargets(itl_s=0.05), False), (LatencyTargets(ttft_s=30.0), False), (LatencyTargets(ttft_s=0.2), True)],
+    ids=["gaps do not grow with the queue", "longer than a run", "the load generator falls behind"],
+)
+async def test_a_rate_that_is_not_sustained_is_not_the_highest_though_it_meets_the_targets(
+    targets: LatencyTargets, is_sent_late: bool
+) -> None:
+    async def fall_behind(load: Load, name: str) -> list[RequestRecord]:
+        behind = 0.0 if load.max_concurrency else max(0.0, load.rate / CAPACITY - 1)
+        waits = [(each, behind * each.started_s) for each in await serve(load, name)]
+        if is_sent_late:
+            return [replace(each, late_s=wait_s, ttft_s=0.1) for each, wait_s in waits]
+        return [replace(each, ttft_s=0.1 + wait_s, itl_s=[0.02]) for each, wait_s in waits]
+
+    sweep = Sweep(replace(PLAN, targets=targets), fall_behind)
+    await sweep.run()
+    assert sweep.highest_rate is not None
+    assert sweep.highest_rate.is_settled
+    assert 0.95 * CAPACITY < sweep.highest_rate.requests_per_s < 1.1 * CAPACITY
+    assert [row["sustained"] for row in sweep.as_dict()["rows"][:4]] == [True, True, True, False]
+
+
 @pytest.mark.parametrize(("share", "shown"), [(0.29, "29%"), (0.99, "99%"), (0.995, "99.5%"), (1.0, "100%")])
 def test_the_share_that_met_the_targets_is_not_rounded(share: float, shown: str) -> None:
     found = HighestRate("ttft:200", share, 5.0, 6.0, 0.05, is_settled=True, runs=3)
