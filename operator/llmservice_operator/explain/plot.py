@@ -73,7 +73,11 @@ def write_plot(timeline: Timeline, title: str, text: str, path: Path) -> None:
         axes[-1].set_xlabel("min from now")
         if path.suffix == ".html":
             blocks = [html_figure(svg_of(drawn, title)), html_text(f"From {timeline.source}.")]
-            path.write_text(html_page(title, [("Last hour", blocks), ("State", [html_code(text)])]), encoding="utf-8")
+            page = html_page(title, [("Last hour", blocks), ("State", [html_code(text)])])
+            try:
+                path.write_text(page, encoding="utf-8")
+            except OSError as error:
+                raise ChartError(f"{path} cannot be written: {error.strerror or error}") from error
         else:
             write(drawn, path)
 

@@ -51,5 +51,9 @@ def test_a_file_that_cannot_be_written_is_refused_before(tmp_path: Path) -> None
         check(tmp_path / "hour.gif")
     with pytest.raises(ChartError, match="is no folder"):
         check(tmp_path / "nowhere" / "hour.html")
+    for suffix in (".svg", ".html"):
+        (tmp_path / f"folder{suffix}").mkdir()
+        with pytest.raises(ChartError, match="cannot be written: Is a directory"):
+            write_plot(HOUR, "chat", "Serving", tmp_path / f"folder{suffix}")
     with pytest.raises(ChartError, match="nothing to plot yet"):
         write_plot(NOTHING, "chat", "", tmp_path / "hour.svg")
