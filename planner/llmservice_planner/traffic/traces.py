@@ -25,6 +25,9 @@ from typing import Any, Literal, get_args
 
 HASH_TOKENS = 512
 """Prompt tokens that one of Mooncake's `hash_ids` stands for; the last may stand for fewer."""
+_HASHES = 2**48
+"""So many `hash_ids` are told apart, by their last bits: hashes of 64 bits may be negative, and the simulation marks
+those above for itself."""
 _SHOWN = 120
 _MOST_TOKENS = 10**9
 
@@ -203,7 +206,9 @@ def _mooncake(row: Mapping[str, Any]) -> TraceRequest:
         raise ValueError("hash_ids must be a list of whole numbers")
     if len(ids) > -(-lengths[0] // HASH_TOKENS):
         raise ValueError(f"hash_ids has {len(ids)} entries, expected one for each {HASH_TOKENS} tokens of input_length")
-    return TraceRequest(_number(row.get("timestamp"), "timestamp") / 1e3, *lengths, hash_ids=tuple(ids))
+    return TraceRequest(
+        _number(row.get("timestamp"), "timestamp") / 1e3, *lengths, hash_ids=tuple(each % _HASHES for each in ids)
+    )
 
 
 def _openai(row: Mapping[str, Any]) -> TraceRequest | None:

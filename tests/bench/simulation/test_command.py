@@ -79,6 +79,17 @@ def test_a_service_that_stays_at_zero_replicas_serves_nothing(
     assert "400 timed out, such as: no replica became ready within 600 s" in shown
 
 
+@pytest.mark.parametrize("prefix", [-(2**63), 2**63 + 5, 10**30])
+def test_any_whole_number_may_name_a_prefix(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], prefix: int
+) -> None:
+    rows = [{"timestamp": at, "input_length": 1024, "output_length": 5, "hash_ids": [prefix, at]} for at in range(9)]
+    files[1].write_text("\n".join(map(json.dumps, rows)))
+    assert simulate(files, "--duration", "10s", "--rate-scale", "2", "-o", "json") == 0
+    (policy,) = json.loads(capsys.readouterr().out)["policies"]
+    assert policy["outcomes"]["finished"] == 18
+
+
 def test_requests_that_all_come_at_once_need_a_duration(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
