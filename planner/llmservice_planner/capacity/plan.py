@@ -198,22 +198,24 @@ def _candidate(
     price: float | None,
     measured: LatencyModel | None,
 ) -> Candidate:
-    problem, request = "", base
+    unfit = missed = many = ""  # why the fewest GPUs do not do
+    request = base
     for count in _COUNTS if measured is None else (1,):
         if not can_shard(base.shape, count):
             continue
         request = replace(base, device=gpu, device_count=count, dtype=_dtype(base, gpu))
         best = _best_budget(request, work, targets, measured)
         if best is None:
-            problem = problem or f"does not fit on {count} GPU{'s' * (count > 1)}"
+            unfit = unfit or f"does not fit on {count} GPU{'s' * (count > 1)}"
             continue
         request, sizing, capacity, latency, limits = best
+        on = f" on {count} GPUs" if count > 1 else ""
         if not capacity.requests_per_s:
-            problem = _why_missed(capacity, targets)
+            missed = missed or f"{_why_missed(capacity, targets)}{on}"
             continue
         needed = requests_per_s / (UTILISATION * capacity.requests_per_s)
         if needed > MOST_REPLICAS:
-            problem = f"{needed:.4g} replicas are needed, and a service has at most {MOST_REPLICAS}"
+            many = many or f"{needed:.4g} replicas are needed{on}, and a service has at most {MOST_REPLICAS}"
             continue
         replicas = max(1, math.ceil(needed - 1e-9))
         point = operating_point(latency, limits, work, requests_per_s / replicas)
@@ -231,7 +233,7 @@ def _candidate(
             price_per_gpu_hour=price,
             problem=NOT_SERVABLE if count > 1 else "",
         )
-    problem += ", nor do more GPUs help" if measured is None else ""
+    problem = (many or missed or unfit) + (", nor do more GPUs help" if measured is None else "")
     return Candidate(gpu=gpu, gpu_count=1, request=request, price_per_gpu_hour=price, problem=problem)
 
 

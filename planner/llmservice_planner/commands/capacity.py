@@ -256,7 +256,8 @@ def _table(found: Sequence[Candidate], traffic: Traffic) -> Iterator[str]:
         if each.capacity is None or each.point is None:
             continue
         name = each.gpu.name if each.gpu_count == 1 else f"{each.gpu_count} x {each.gpu.name}"
-        row = f"{name:<19}{each.replicas:>8}{each.gpus:>6}{each.capacity.requests_per_s:>8.2f}"
+        rate = each.capacity.requests_per_s
+        row = f"{name:<19}{each.replicas:>8}{each.gpus:>6}{f'{rate:.2f}' if rate >= 1 else f'{rate:.2g}':>8}"
         row += f"{_time(each.point.ttft_p99_s):>8}{_time(each.point.itl_p99_s):>8}"
         if priced:
             per_million = each.cost_per_million_tokens(traffic)

@@ -105,6 +105,7 @@ def test_promise_that_no_gpu_keeps_has_a_reason(targets: Targets, problem: str) 
     assert "nor do more GPUs help" in found.problem
     (of_one,) = candidates(base(), [find_gpu("l4")], CHAT, targets, latency=Budget.of(base()).latency)
     assert of_one.problem.endswith(problem)  # a measured latency is of one GPU, and no more were tried
+    assert found.problem.startswith(f"{of_one.problem},"), "the figure is that of the fewest GPUs"
 
 
 def test_shorter_steps_are_chosen_where_a_full_chunk_misses_the_itl_target() -> None:

@@ -155,6 +155,14 @@ def test_dimensions_alone_have_a_table_but_no_manifest(capsys: Capture) -> None:
     assert "No manifest, as --shape names no model to serve: give --model." in out
 
 
+def test_a_replica_of_less_than_a_request_per_minute_does_not_take_none(capsys: Capture) -> None:
+    shape = "layers=80,kvHeads=8,heads=64,headDim=128,hiddenSize=8192,intermediateSize=28672,vocabSize=128256"
+    lengths = ("--prompt-tokens", "60000", "--output-tokens", "20000", "--max-model-len", "131072")
+    assert plan("--shape", shape, "--rate", "0.01", *lengths, "--gpu", "h200") == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("2 x h200-141gb ")]
+    assert row.split()[5] == "0.0062"
+
+
 def test_promise_that_nothing_keeps_ends_with_1(model: Path, capsys: Capture) -> None:
     assert plan("--model", model, "--rate", "5", *LENGTHS, "--itl-p99", "0.1ms", "--gpu", "l4") == 1
     out = capsys.readouterr().out
