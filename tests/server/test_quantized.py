@@ -292,11 +292,11 @@ def test_experts_that_are_missing_or_too_many_are_refused(tmp_path: Path, number
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", None])
-@pytest.mark.parametrize("extra", ["model.layers.3.", "model.mtp.0."])
+@pytest.mark.parametrize("extra", ["model.layers.3.", "model.mtp.0.", "model.mtp_block.0."])
 def test_what_predicts_further_tokens_is_neither_loaded_nor_counted(
     tmp_path: Path, extra: str, name: str | None
 ) -> None:
-    """The checkpoints of GLM-4.5 and DeepSeek V3 have a layer for it after the last, those of MiMo-V2 parts."""
+    """GLM-4.5 and DeepSeek V3 have a layer for it after the last, MiMo-V2 and Ernie 4.5 parts of other names."""
     folder = write_family(tmp_path, "glm4-moe", None if name is None else FORMATS[name])
     config, path = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
     expected = Checkpoint.open(folder).load(torch.float32, CPU, "stored")

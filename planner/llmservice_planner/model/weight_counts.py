@@ -40,7 +40,7 @@ _FUSED = re.compile(r"(.*\.)([qkv]_proj|gate_proj|up_proj|w[13])$")
 _PARTS_OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 LANGUAGE_MODEL = re.compile(r"(model\.)?(language|text)_model\.")
 """Begins the names of a model's text part, where it has others for images or sound."""
-NOT_LOADED = re.compile(r"visual\.|(model\.)?mtp\.")
+NOT_LOADED = re.compile(r"visual\.|(model\.)?mtp[._]")
 """Begins the names of images in the first checkpoints of Qwen 2 and 2.5 VL, whose text is named as without images, and
 of what predicts further tokens (MiMo-V2, Ernie 4.5)."""
 _MATRIX_DIMENSIONS, _MASK_DIMENSIONS = 2, 4

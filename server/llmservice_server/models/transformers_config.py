@@ -59,7 +59,7 @@ _GROWING_ROPE = {"dynamic", "longrope"}
 """Kinds whose frequencies change with the longest sequence."""
 _META_TENSOR = re.compile(r"meta tensor|register_meta", re.IGNORECASE)
 """In torch's errors of code that reads numbers of a tensor without memory."""
-_LAYER, _FURTHER_TOKENS = re.compile(r"(?:model\.)?layers\.(\d+)\."), re.compile(r"(?:model\.)?mtp\.")
+_LAYER, _FURTHER_TOKENS = re.compile(r"(?:model\.)?layers\.(\d+)\."), re.compile(r"(?:model\.)?mtp[._]")
 _WITHOUT_IMAGES = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
 """Kinds of language models that are another one for text alone, where a token's three positions are equal."""
 
