@@ -96,8 +96,11 @@ class Checkpoint:
             config = examine(folder)
         stored = stored_tensors(shards)
         without_head = not has_head(each.name for each in stored)
-        if without_head and not config.tied_embeddings and _is_for_embeddings(folder, raw):
-            config = replace(config, tied_embeddings=True, has_head=False)
+        if without_head and not config.tied_embeddings:
+            if _is_for_embeddings(folder, raw):
+                config = replace(config, tied_embeddings=True, has_head=False)
+            elif _ties_in_text(raw):
+                config = replace(config, tied_embeddings=True)
         tensors = tuple((name, each) for each in stored if (name := _name_in_language_model(config, each.name)))
         if config.tied_embeddings and config.has_head and has_other_head(folder):
             _LOG.warning(
@@ -442,6 +445,12 @@ def _refuse_classifier(raw: Mapping[str, Any]) -> None:
             f"{name} cannot be served: the server computes the scores of the model types "
             f"{', '.join([*FAMILIES, *ENCODERS])} alone, choose a checkpoint of one of these"
         )
+
+
+def _ties_in_text(raw: Mapping[str, Any]) -> bool:
+    """Whether the language model's config ties the head. The whole's may say otherwise (LLaVA-OneVision)."""
+    text = raw.get("text_config")
+    return isinstance(text, Mapping) and text.get("tie_word_embeddings") is True
 
 
 def _is_for_embeddings(folder: Path, raw: Mapping[str, Any]) -> bool:

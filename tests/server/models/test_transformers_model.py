@@ -317,6 +317,23 @@ def test_so_is_that_of_the_first_checkpoints_of_qwen_with_images(tmp_path: Path,
     assert counted.architecture == "qwen2"
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma4"])
+def test_a_head_is_tied_where_only_the_language_model_says_so_and_the_files_have_none(
+    tmp_path: Path, model_type: str
+) -> None:
+    """transformers 4 wrote LLaVA-OneVision so."""
+    torch.manual_seed(1)
+    text = {"qwen3_vl": POSITIONS, "gemma4": {"global_head_dim": 16, **SHARED_KEYS}}[model_type]
+    text = SMALL | text | {"head_dim": 8, "tie_word_embeddings": True, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=True, **VISION[model_type])
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    raw["text_config"]["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    check_text(tmp_path, model)
+
+
 @pytest.mark.parametrize("max_model_len", [None, 32])
 def test_long_rope_has_the_factors_of_the_context_that_is_served(tmp_path: Path, max_model_len: int | None) -> None:
     """transformers uses the long ones for a prompt beyond the original context; no chunk of it may have the others."""
