@@ -178,7 +178,7 @@ class _Counting:
 
     def add_dense(self, module: str, tensor: StoredTensor, of: str | None = None) -> None:
         """A module's weight, or its tensor of another suffix."""
-        is_weight = of is None
+        is_weight = of is None and not module.endswith("norm")  # Cohere's have a row for each head
         if is_weight and len(tensor.shape) == _MATRIX_DIMENSIONS:
             self._add_part(_Part(module, tensor.shape[0], tensor.shape[1]))
         is_layer = is_weight or len(tensor.shape) > _MATRIX_DIMENSIONS  # not experts of DBRX

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmservice_planner.model.checkpoint import StoredTensor
@@ -62,6 +64,12 @@ def test_what_is_held_in_the_dtype(others: dict[str, tuple[int, ...]], expected:
     counts, without = _counts(others), _counts()
     assert counts.other_parameters - without.other_parameters == expected
     assert counts.quantized_parameters == 0
+
+
+def test_a_norm_with_a_row_for_each_head_is_no_matrix() -> None:
+    """Cohere's of queries (Command R+)."""
+    counts, without = _counts({"model.layers.0.self_attn.q_norm.weight": (4, 64)}), _counts()
+    assert counts == replace(without, other_parameters=without.other_parameters + 4 * 64)
 
 
 def test_experts_are_matrices_each_or_all_in_one_tensor() -> None:
