@@ -168,6 +168,8 @@ def read_configs(folder: Path) -> tuple[Any, Any]:
             ) from error
         raise ModelLoadError(f"config.json describes no model that transformers knows: {one_line(error)}") from error
     text = config.get_text_config(decoder=True)
+    if not isinstance(text, transformers.PretrainedConfig):
+        raise ModelLoadError(f"config.json: text_config is {str(text)[:80]!r}, which {config.model_type} has none of")
     if text.model_type in _WITHOUT_IMAGES:
         keys = {"head_dim": text.hidden_size // max(1, text.num_attention_heads), **text.to_dict()}
         keys = {key: value for key, value in keys.items() if key not in ("model_type", "architectures")}

@@ -136,6 +136,7 @@ def test_code_that_comes_with_a_checkpoint_is_never_executed(tmp_path: Path) -> 
     [
         ({"original_max_position_embeddings": "32"}, "original_max_position_embeddings.*expected int, got str"),
         ({"rope_scaling": [1]}, "rope_parameters"),
+        ({"text_config": {"hidden_size": 32}}, "text_config is .*hidden_size.*, which phi3 has none of"),
         ({"rope_scaling": {**LONG_ROPE["rope_scaling"], "long_factor": [2.0]}}, "long_factor field must have length 4"),
     ],
 )
