@@ -33,7 +33,9 @@ _DENSE_BITS = 16
 def read_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
     """From a parsed config.json; None if the checkpoint is not quantised. Raises `QuantizationError`."""
     of_mlx = config.get("quantization")  # the only key of its older checkpoints; later ones repeat it
-    raw = config.get("quantization_config", config.get("compression_config")) or of_mlx
+    text = config.get("text_config")
+    of_text = text.get("quantization_config") if isinstance(text, Mapping) else None  # Kimi K2.5
+    raw = config.get("quantization_config", config.get("compression_config")) or of_mlx or of_text
     if not raw:
         return None
     if not isinstance(raw, Mapping):

@@ -308,6 +308,11 @@ def test_mlx_is_refused_by_its_name(names: list[str]) -> None:
         read_quantization({name: {"group_size": 64, "bits": 4, "mode": "affine"} for name in names})
 
 
+def test_the_config_of_a_language_model_beside_images_may_say_how_it_is_quantised() -> None:
+    quantization = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    assert read_quantization({"text_config": quantization}) == read_quantization(quantization)
+
+
 def test_attention_and_caches_that_are_quantised_leave_the_weights_as_they_are() -> None:
     method = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {}}
     attention = {"targets": ["LlamaAttention"], "weights": None, "format": "dense"}
