@@ -252,7 +252,11 @@ UNKNOWN_WITH_WINDOWS = frozenset({"ministral3", "phimoe", "starcoder2"})
 """Families that are not listed, with a window in all layers if config.json names one."""
 UNSERVED_KEYS: Mapping[str, str] = {
     "linear_num_key_heads": "linear attention",  # Qwen3-Next, Qwen3.5
+    "linear_attn_config": "linear attention",  # Kimi Linear
     "mamba_d_state": "state spaces",  # Jamba, Bamba, Falcon-H1, Granite 4
+    "ssm_state_size": "state spaces",  # Nemotron-H, Nemotron 3 Nano
+    "lru_width": "recurrence",  # RecurrentGemma
+    "cross_attention_layers": "attention to images",  # Llama 3.2 Vision
     "conv_L_cache": "convolutions",  # LFM2
     "index_topk": "attention to chosen tokens",  # DeepSeek V3.2, GLM-5
 }
