@@ -149,6 +149,8 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = text.get("model_type", config.get("model_type"))
     if isinstance(model_type, str) and model_type in ENCODERS:
         return _encoder_fields(text, ENCODERS[model_type])
+    if not is_encoder(config):
+        refuse_other_attention(config, text)
     family = _family(model_type)
     if family.name not in FAMILIES:
         text = _unknown(config, text)
@@ -221,6 +223,16 @@ def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[st
         "quantization": _quantization(config),
         "encoder_parameters": count_parameters(family, sizes),
     }
+
+
+def refuse_other_attention(config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    """Raises `ShapeError` where tokens see later ones. PaliGemma's config.json does not say that those of prompts do.
+
+    text: the part of `config` that is the language model's.
+    """
+    is_causal = text.get("is_causal") is not False and text.get("use_bidirectional_attention") is not True
+    if config.get("model_type") == "paligemma" or not is_causal:
+        raise ShapeError("config.json: its tokens see later ones, expected causal attention")
 
 
 def refuse_processing(config: Mapping[str, Any]) -> None:

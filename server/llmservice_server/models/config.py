@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmservice_planner.model.config import refuse_other_attention
 from llmservice_planner.model.families import FAMILIES, Family, find_family
 from llmservice_planner.model.quantization import QuantizationConfig
 from llmservice_planner.model.quantization_config import read_quantization
@@ -134,7 +135,8 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Raises `ModelLoadError` for an architecture that we do not run, or a key that is missing or wrong."""
         text = text_part(raw)
-        _refuse_other_attention(raw, text or raw)
+        with as_load_errors():
+            refuse_other_attention(raw, text or raw)
         is_part, raw = text is not None, text or raw
         architecture = _architecture(raw)
         family = SERVED[architecture]
@@ -234,13 +236,6 @@ def _with_head(architecture: object) -> str:
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A null means that the key is left out, except that of `sliding_window`: no window."""
     return {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
-
-
-def _refuse_other_attention(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    """PaliGemma's config.json does not say that its prompts see all of themselves."""
-    is_causal = text.get("is_causal") is not False and text.get("use_bidirectional_attention") is not True
-    if raw.get("model_type") == "paligemma" or not is_causal:
-        raise ModelLoadError("config.json: its tokens see later ones, expected causal attention")
 
 
 def _refuse_other_activations(keys: CheckpointConfig, *, is_gemma: bool) -> None:

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoMod
 
 from llmservice_planner.commands.capacity import weights_of
 from llmservice_planner.model.families import UNSERVED
-from llmservice_planner.model.shape import ModelShape
+from llmservice_planner.model.shape import ModelShape, ShapeError
 from llmservice_planner.model.source import read_model
 from llmservice_planner.sizing.gpu import CPU
 from llmservice_planner.sizing.plan import SizingRequest, plan
@@ -372,6 +372,8 @@ def test_tokens_that_see_later_ones_are_refused(tmp_path: Path, config: dict[str
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelLoadError, match="expected causal attention"):
         load(tmp_path)
+    with pytest.raises(ShapeError, match="expected causal attention"):
+        ModelShape.from_config({"model_type": "gemma3", **config})
 
 
 def check_text(folder: Path, model: Any) -> None:
