@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import logging
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,11 +77,29 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("celpy").setLevel(logging.WARNING)  # at debug it writes each object that a rule of the CRD checks
     labels = dict(_label(text) for text in args.node_label)
-    if args.state_dir is not None:
-        args.state_dir.mkdir(parents=True, exist_ok=True)
-        return asyncio.run(_up(_settings(args, args.state_dir.resolve(), labels), args.filename))
-    with tempfile.TemporaryDirectory(prefix="llmservice-", ignore_cleanup_errors=True) as folder:
-        return asyncio.run(_up(_settings(args, Path(folder).resolve(), labels), args.filename))
+    with _state_folder(args.state_dir) as folder:
+        return asyncio.run(_up(_settings(args, folder.resolve(), labels), args.filename))
+
+
+@contextmanager
+def _state_folder(wanted: Path | None) -> Iterator[Path]:
+    """The folder of the cluster's state, locked until the block ends, or a temporary one."""
+    if wanted is None:
+        with tempfile.TemporaryDirectory(prefix="llmservice-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+        return
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        lock = (wanted / "lock").open("a", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--state-dir {wanted}: {error}: name a folder that can be written") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            message = f"--state-dir {wanted} is in use by another llmservice up: end that one, or name another folder"
+            raise CommandError(message) from error
+        yield wanted
 
 
 def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str]) -> ClusterSettings:

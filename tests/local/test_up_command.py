@@ -110,6 +110,18 @@ async def test_operator_that_is_killed_comes_back_and_the_gateway_answers(tmp_pa
     assert process.returncode == 0
 
 
+async def test_state_folder_of_a_running_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--state-dir", str(tmp_path), "--no-operator", "--no-gateway")
+    process = await start(*flags)
+    try:
+        await announced(process)
+        assert main(["up", *flags]) == 2
+    finally:
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert f"--state-dir {tmp_path} is in use by another llmservice up: end that one" in capsys.readouterr().err
+
+
 def _operator_below(root: int) -> int:
     """The pid of the operator itself, not of the shim above it; 0 while there is none."""
     for pid in descendants(root):
@@ -127,6 +139,8 @@ def _operator_below(root: int) -> int:
         (("--models-root", "/no/such/folder"), "--models-root /no/such/folder does not exist"),
         (("-f", "/no/such/file"), "-f /no/such/file does not exist"),
         (("--node-label", "novalue"), "--node-label 'novalue': expected KEY=VALUE"),
+        (("--state-dir", "/proc/state"), "--state-dir /proc/state: [Errno 2] No such file or directory"),
+        (("--state-dir", sys.executable), f"--state-dir {sys.executable}: [Errno 17] File exists"),
     ],
 )
 def test_invalid_flag_is_refused_before_anything_starts(

@@ -25,6 +25,7 @@ from llmservice_local.demo.traffic import calibrate, trace_lengths
 from llmservice_local.demo.up import UpProcess, run_command
 from llmservice_local.demo.view import LiveTable
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_planner.command import CommandError
 
 OBSERVE_EVERY_S = 1.0
 READY_TIMEOUT_S = 90.0
@@ -54,7 +55,10 @@ async def run_demo(config: DemoConfig, console: Console) -> Outcome:
         CommandError: a step failed.
     """
     manifest = read_manifest(config.manifest)
-    config.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        config.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--dir {config.folder}: {error}: name a folder that can be written") from error
     models = config.folder / "models"
     console.rule("1. a tiny Llama")
     await run_command("make-tiny-model", str(models / "tiny-llama"))

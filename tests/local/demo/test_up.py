@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from llmservice_local.demo.up import UpProcess, run_command
-from llmservice_planner.command import CommandError
+from llmservice_planner.command import CommandError, main
 
 pytestmark = pytest.mark.slow
 
@@ -31,3 +32,9 @@ async def test_cluster_is_found_by_what_it_prints_and_ends_with_the_block(tmp_pa
 async def test_failing_subcommand_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="ended with status 2"):
         await run_command("make-tiny-model")
+
+
+def test_demo_refuses_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[3] / "examples" / "tiny-llama.yaml"
+    assert main(["demo", "--dir", sys.executable, "--manifest", str(example)]) == 2
+    assert f"--dir {sys.executable}: [Errno 17] File exists" in capsys.readouterr().err
