@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,33 +158,34 @@ def _release(path: Path | None) -> Release | None:
 
 
 async def _up(settings: ClusterSettings, manifests: list[Path]) -> int:
+    running = asyncio.create_task(_run_cluster(settings, manifests))
+
+    def interrupt() -> None:
+        if not running.cancelling():  # a second Ctrl-C does not interrupt the end
+            running.cancel()
+            print("stopping every process of the cluster", flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+    with suppress(asyncio.CancelledError):
+        await running
+    return 0
+
+
+async def _run_cluster(settings: ClusterSettings, manifests: list[Path]) -> None:
+    """Run the cluster until this is cancelled; raises `CommandError`, or what ended a controller or a node."""
     from llmservice_local.cluster import LocalCluster
     from llmservice_local.component import ComponentError
     from llmservice_local.errors import ApiError
 
-    interrupted = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
     try:
         async with LocalCluster(settings) as cluster:
             for path in manifests:
                 await _apply(cluster, path)
             _announce(cluster)
-            await _until(cluster, interrupted)
-            print("stopping every process of the cluster", flush=True)
+            await cluster.failed()
     except (ComponentError, ApiError, OSError) as error:
         raise CommandError(str(error), status=1) from error
-    return 0
-
-
-async def _until(cluster: LocalCluster, interrupted: asyncio.Event) -> None:
-    waiting = [asyncio.create_task(interrupted.wait()), asyncio.create_task(cluster.failed())]
-    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 async def _apply(cluster: LocalCluster, path: Path) -> None:

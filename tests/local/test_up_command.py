@@ -110,6 +110,27 @@ async def test_operator_that_is_killed_comes_back_and_the_gateway_answers(tmp_pa
     assert process.returncode == 0
 
 
+async def test_interrupt_ends_a_cluster_that_is_still_starting(tmp_path: Path) -> None:
+    prometheus = tmp_path / "prometheus"
+    prometheus.write_text("#!/bin/sh\nexec sleep 300\n", encoding="utf-8")  # it never becomes healthy
+    prometheus.chmod(0o755)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "llmservice_planner", "up", "--state-dir", str(tmp_path / "state"), "--prometheus",
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    below: list[int] = []
+    async with asyncio.timeout(40):
+        while not any(b"300" in _words(pid) for pid in below):
+            below = descendants(process.pid)
+            await asyncio.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(20):
+        said, _ = await process.communicate()
+    assert (process.returncode, said.decode()) == (0, "stopping every process of the cluster\n")
+    await until_ended(below)
+
+
 async def test_state_folder_of_a_running_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--state-dir", str(tmp_path), "--no-operator", "--no-gateway")
     process = await start(*flags)
