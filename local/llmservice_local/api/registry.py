@@ -16,7 +16,7 @@ from llmservice_local.kinds.builtin_rules import exceeded_quota
 from llmservice_local.kinds.catalogue import Kind, Kinds, scale_of, scaled
 from llmservice_local.kinds.crd import CLEANUP_FINALIZER, established, kinds_of
 from llmservice_local.kinds.patch import json_patch, merge_patch, strategic_merge_patch
-from llmservice_local.kinds.schema import BAD_QUANTITY, has_bad_quantity
+from llmservice_local.kinds.schema import bad_quantity
 from llmservice_local.kinds.strategy import (
     Strategy,
     carried_over,
@@ -319,10 +319,8 @@ class Registry:
         self, kind: Kind, namespace: str, name: str, obj: Object, options: WriteOptions
     ) -> tuple[Object, list[str]]:
         obj = identified(kind, namespace, name, obj)
-        if has_bad_quantity(obj, self.strategy(kind).schema):
-            raise bad_request(
-                f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: {BAD_QUANTITY}'
-            )
+        if why := bad_quantity(obj, self.strategy(kind).schema):
+            raise bad_request(f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: {why}')
         decoded, unknown = self.strategy(kind).decode(obj)
         warnings = refuse_unknown(kind, unknown, options.field_validation)
         if kind.group == "events.k8s.io":

@@ -17,12 +17,11 @@ from typing import Any
 
 from llmservice_local.errors import ApiError
 from llmservice_local.kinds.schema import (
-    BAD_QUANTITY,
     Schema,
+    bad_quantity,
     canonical,
     declares,
     field_schema,
-    has_bad_quantity,
     is_atomic_map,
     is_set,
     item_key,
@@ -80,8 +79,8 @@ def check_typed(applied: Object, schema: Schema) -> None:
     kind = f"{applied['apiVersion']}, Kind={applied['kind']}"
     what = f"{name}; {kind}"
     if not errors:
-        if has_bad_quantity(applied, schema):
-            unconverted = f"unable to convert unstructured object to {kind}: {BAD_QUANTITY}"
+        if why := bad_quantity(applied, schema):
+            unconverted = f"unable to convert unstructured object to {kind}: {why}"
             raise ApiError(500, "", f"failed to convert new object ({what}) to proper version: {unconverted}")
         return
     listed = errors[0] if len(errors) == 1 else "\n".join(["errors:", *(f"  {error}" for error in errors)])

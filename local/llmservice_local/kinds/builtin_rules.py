@@ -11,6 +11,7 @@ from typing import Any
 
 from llmservice_local.errors import FieldError
 from llmservice_local.kinds.policy_rules import (
+    check_bound,
     check_disruption_budget,
     check_network_policy,
     check_webhooks,
@@ -150,9 +151,12 @@ def _namespace(obj: Object) -> Object:
 def _check_workload(obj: Object, old: Object | None) -> Iterator[FieldError]:
     spec = obj["spec"]
     labels = (spec["template"].get("metadata") or {}).get("labels") or {}
-    selector = spec.get("selector") or {}
-    if not selector:
+    selector = spec.get("selector")
+    if selector is None:
         yield FieldError("spec.selector", "FieldValueRequired", "Required value")
+    elif not any(selector.values()):
+        why = "Invalid value: {}: empty selector is invalid for deployment"
+        yield FieldError("spec.selector", "FieldValueInvalid", why)
     elif not matches_labels(selector, labels):
         yield FieldError(
             "spec.template.metadata.labels",
@@ -165,6 +169,23 @@ def _check_workload(obj: Object, old: Object | None) -> Iterator[FieldError]:
         why = f"Invalid value: {spec['replicas']}: must be greater than or equal to 0"
         yield FieldError("spec.replicas", "FieldValueInvalid", why)
     yield from _check_pod_spec(spec["template"]["spec"], "spec.template.spec")
+
+
+def _check_deployment(obj: Object, old: Object | None) -> Iterator[FieldError]:
+    yield from _check_workload(obj, old)
+    strategy = obj["spec"]["strategy"]
+    rolling, path = strategy.get("rollingUpdate") or {}, "spec.strategy.rollingUpdate"
+    if strategy["type"] not in {"Recreate", "RollingUpdate"}:
+        why = f'Unsupported value: "{strategy["type"]}": supported values: "Recreate", "RollingUpdate"'
+        yield FieldError("spec.strategy", "FieldValueNotSupported", why)
+    elif strategy["type"] == "Recreate" and rolling:
+        why = "Forbidden: may not be specified when strategy `type` is 'Recreate'"
+        yield FieldError(path, "FieldValueForbidden", why)
+    for name in ("maxSurge", "maxUnavailable"):
+        yield from check_bound(rolling.get(name), f"{path}.{name}")
+    if rolling.get("maxSurge") in _NONE and rolling.get("maxUnavailable") in _NONE:
+        why = "Invalid value: 0: may not be 0 when `maxSurge` is 0"
+        yield FieldError(f"{path}.maxUnavailable", "FieldValueInvalid", why)
 
 
 def _check_pod(obj: Object, old: Object | None) -> Iterator[FieldError]:
@@ -197,6 +218,17 @@ def _check_service(obj: Object, old: Object | None) -> Iterator[FieldError]:
         yield FieldError("spec.ports", "FieldValueRequired", "Required value")
 
 
+def _check_claim(obj: Object, old: Object | None) -> Iterator[FieldError]:
+    del old
+    spec = obj.get("spec") or {}
+    if not spec.get("accessModes"):
+        why = "Required value: at least 1 access mode is required"
+        yield FieldError("spec.accessModes", "FieldValueRequired", why)
+    if "storage" not in ((spec.get("resources") or {}).get("requests") or {}):
+        yield FieldError("spec.resources[storage]", "FieldValueRequired", "Required value")
+
+
+_NONE = (0, "0%")
 _DEFAULTS: dict[str, Callable[[Object], Object]] = {
     "Deployment": _deployment,
     "ReplicaSet": _replica_set,
@@ -204,12 +236,14 @@ _DEFAULTS: dict[str, Callable[[Object], Object]] = {
     "Service": _service,
     "Namespace": _namespace,
     "NetworkPolicy": default_network_policy,
+    "PodDisruptionBudget": lambda obj: {**obj, "spec": obj.get("spec") or {}},
     "Secret": _secret,
     "ValidatingWebhookConfiguration": default_webhooks,
 }
 _CHECKS: dict[str, Callable[[Object, Object | None], Iterator[FieldError]]] = {
-    "Deployment": _check_workload,
+    "Deployment": _check_deployment,
     "NetworkPolicy": check_network_policy,
+    "PersistentVolumeClaim": _check_claim,
     "PodDisruptionBudget": check_disruption_budget,
     "ReplicaSet": _check_workload,
     "Pod": _check_pod,

@@ -13,7 +13,7 @@ from llmservice_local.errors import FieldError
 from llmservice_local.kinds.schema import with_defaults
 from llmservice_local.objects import Object
 
-_PERCENT = re.compile(r"^(100|[0-9]{1,2})%$")
+_PERCENT = re.compile(r"[0-9]+%")
 _EVICTION_POLICIES = ("IfHealthyBudget", "AlwaysAllow")
 
 
@@ -43,17 +43,20 @@ def check_disruption_budget(obj: Object, old: Object | None) -> Iterator[FieldEr
         why = "Invalid value: minAvailable and maxUnavailable cannot be both set"
         yield FieldError("spec", "FieldValueInvalid", why)
     for name in ("minAvailable", "maxUnavailable"):
-        value = spec.get(name)
-        if isinstance(value, int) and value < 0:
-            why = f"Invalid value: {value}: must be greater than or equal to 0"
-            yield FieldError(f"spec.{name}", "FieldValueInvalid", why)
-        if isinstance(value, str) and not _PERCENT.match(value):
-            why = (
-                f"Invalid value: \"{value}\": a valid percent string must be a numeric string followed by an ending '%'"
-            )
-            yield FieldError(f"spec.{name}", "FieldValueInvalid", why)
+        yield from check_bound(spec.get(name), f"spec.{name}")
     if (policy := spec.get("unhealthyPodEvictionPolicy")) is not None:
         yield from _check_supported(policy, _EVICTION_POLICIES, "spec.unhealthyPodEvictionPolicy")
+
+
+def check_bound(value: int | str | None, path: str) -> Iterator[FieldError]:
+    """Check a number of pods or a percentage of them."""
+    if isinstance(value, int) and value < 0:
+        yield FieldError(path, "FieldValueInvalid", f"Invalid value: {value}: must be greater than or equal to 0")
+    if isinstance(value, str) and not _PERCENT.fullmatch(value):
+        why = f"Invalid value: \"{value}\": a valid percent string must be a numeric string followed by an ending '%'"
+        yield FieldError(path, "FieldValueInvalid", why)
+    elif isinstance(value, str) and int(value[:-1]) > 100 and not path.endswith("maxSurge"):
+        yield FieldError(path, "FieldValueInvalid", f'Invalid value: "{value}": must not be greater than 100%')
 
 
 def _with_protocols(rule: Object) -> Object:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from llmservice_local.errors import FieldError
+from llmservice_operator.api.units import amount
 
 Schema = Mapping[str, Any]
 
@@ -173,6 +174,8 @@ def _wrong_type(value: Any, schema: Schema, path: str) -> FieldError | None:
     if schema.get("x-kubernetes-int-or-string"):
         if isinstance(value, int | str) and not isinstance(value, bool):
             return None
+        if isinstance(value, float) and schema.get("format") == "quantity":
+            return None
         return _invalid(path, value, f"{path} in body must be of type integer or string")
     wanted = schema.get("type")
     if wanted is None or _FITS.get(wanted, _anything)(value):
@@ -263,15 +266,20 @@ def mistyped(value: Any, schema: Schema) -> str | None:
     return None if value is None or wanted is None or _FITS.get(wanted, _anything)(value) else wanted
 
 
-def has_bad_quantity(value: Any, schema: Schema) -> bool:
-    """Whether a text within is no quantity, where the schema has one."""
+def bad_quantity(value: Any, schema: Schema) -> str:
+    """Why a text within is no quantity, where the schema has one; empty if all are."""
     if schema is ANY:
-        return False
+        return ""
     if isinstance(value, dict):
-        return any(has_bad_quantity(item, field_schema(schema, name)) for name, item in value.items())
+        return next(filter(None, (bad_quantity(item, field_schema(schema, name)) for name, item in value.items())), "")
     if isinstance(value, list):
-        return any(has_bad_quantity(item, item_schema(schema)) for item in value)
-    return schema.get("format") == "quantity" and isinstance(value, str) and not QUANTITY.search(value)
+        return next(filter(None, (bad_quantity(item, item_schema(schema)) for item in value)), "")
+    if schema.get("format") == "quantity" and isinstance(value, str):
+        try:
+            amount(value)
+        except ValueError:
+            return "unable to parse quantity's suffix" if _QUANTITY.search(value) else _BAD_QUANTITY
+    return ""
 
 
 def json_type(value: Any) -> str:
@@ -300,6 +308,6 @@ def go_pattern(pattern: str) -> str:
     return re.sub(r"(\\.)|(\[(?:\\.|[^\]])*\])|(\$)", lambda m: r"\Z" if m[3] else m[0], pattern)
 
 
-QUANTITY = re.compile(r"^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)\Z")
-BAD_QUANTITY = r"quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
+_QUANTITY = re.compile(r"^([+-]?[0-9]+(\.[0-9]*)?|[+-]?\.[0-9]+)([eEinumkKMGTP]*[-+]?[0-9]*)\Z")
+_BAD_QUANTITY = r"quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
 _DATE_TIME = re.compile(r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:?\d\d)$")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from llmservice_local.api.registry import Registry, WriteOptions
 from llmservice_local.errors import ApiError
 from llmservice_local.kinds.builtin_rules import default_builtin, exceeded_quota, qos_class, validate_builtin
+from llmservice_local.objects import requests_of
 
 
 def template(**container: Any) -> dict[str, Any]:
@@ -15,6 +17,10 @@ def template(**container: Any) -> dict[str, Any]:
 
 def deployment(**spec: Any) -> dict[str, Any]:
     return {"spec": {"selector": {"matchLabels": {"app": "web"}}, "template": template(), **spec}}
+
+
+def rolling(**bounds: Any) -> dict[str, Any]:
+    return {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, **bounds}}
 
 
 def test_deployment_rolls_by_a_quarter_unless_it_says_otherwise() -> None:
@@ -61,7 +67,13 @@ def test_plain_text_of_a_secret_is_stored_as_data() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"selector": {}}, "spec.selector: Required value"),
+        ({"selector": None}, "spec.selector: Required value"),
+        ({"selector": {"matchLabels": {}}, "template": {"spec": {}}}, "empty selector is invalid for deployment"),
+        ({"strategy": rolling(maxSurge="abc")}, 'spec.strategy.rollingUpdate.maxSurge: Invalid value: "abc"'),
+        ({"strategy": rolling(maxUnavailable="101%")}, '"101%": must not be greater than 100%'),
+        ({"strategy": rolling(maxSurge="0%", maxUnavailable=0)}, "may not be 0 when `maxSurge` is 0"),
+        ({"strategy": {**rolling(), "type": "Recreate"}}, "spec.strategy.rollingUpdate: Forbidden"),
+        ({"strategy": {"type": "Canary"}}, 'spec.strategy: Unsupported value: "Canary"'),
         ({"selector": {"matchLabels": {"app": "db"}}}, "`selector` does not match template `labels`"),
         ({"replicas": -1}, "spec.replicas: Invalid value: -1: must be greater than or equal to 0"),
         ({"template": {**template(), "spec": {"containers": []}}}, "spec.template.spec.containers: Required value"),
@@ -71,6 +83,23 @@ def test_plain_text_of_a_secret_is_stored_as_data() -> None:
 def test_workload_that_could_not_run_is_refused(change: dict[str, Any], message: str) -> None:
     made = default_builtin("Deployment", deployment(**change))
     assert any(message in str(error) for error in validate_builtin("Deployment", made, None))
+
+
+def test_surge_may_be_more_than_all_replicas() -> None:
+    made = default_builtin("Deployment", deployment(strategy=rolling(maxSurge="150%")))
+    assert list(validate_builtin("Deployment", made, None)) == []
+
+
+def test_claim_without_a_size_or_a_mode_is_refused() -> None:
+    errors = [str(error) for error in validate_builtin("PersistentVolumeClaim", {}, None)]
+    assert errors == [
+        "spec.accessModes: Required value: at least 1 access mode is required",
+        "spec.resources[storage]: Required value",
+    ]
+
+
+def test_budget_without_a_spec_has_an_empty_one() -> None:
+    assert default_builtin("PodDisruptionBudget", {})["spec"] == {}
 
 
 def test_selector_of_a_deployment_never_changes() -> None:
@@ -141,3 +170,25 @@ def test_a_pod_beyond_the_quota_is_forbidden() -> None:
         registry.create(registry.kinds.find("", "v1", "pods"), "default", pod(), options)
 
     assert refused.value.code == 403
+
+
+@pytest.mark.parametrize(
+    ("quantity", "why"),
+    [
+        ("500mi", "unable to parse quantity's suffix"),
+        ("1.2.3", "quantities must match"),
+        ("2 GB", "quantities must match"),
+    ],
+)
+def test_request_that_is_no_quantity_is_refused(quantity: str, why: str) -> None:
+    registry = Registry()
+    with pytest.raises(ApiError, match=f"Pod in version .* cannot be handled as a Pod: {why}") as refused:
+        registry.create(registry.kinds.find("", "v1", "pods"), "default", pod(memory=quantity), WriteOptions())
+    assert refused.value.code == 400
+
+
+def test_request_may_be_a_fraction_without_quotes() -> None:
+    registry = Registry()
+    wanted = pod() | {"spec": {"containers": [{"name": "c", "image": "i", "resources": {"requests": {"cpu": 0.5}}}]}}
+    made = registry.create(registry.kinds.find("", "v1", "pods"), "default", wanted, WriteOptions()).obj
+    assert requests_of(made)["cpu"] == Fraction(1, 2)
