@@ -6,6 +6,7 @@ Defaults: https://kubernetes.io/docs/reference/kubernetes-api/ and k8s.io/kubern
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -191,31 +192,86 @@ def _check_deployment(obj: Object, old: Object | None) -> Iterator[FieldError]:
 def _check_pod(obj: Object, old: Object | None) -> Iterator[FieldError]:
     if old is None:
         yield from _check_pod_spec(obj["spec"], "spec")
+    elif _fixed(obj["spec"]) != _fixed(old["spec"]):
+        why = "Forbidden: pod updates may not change fields other than"
+        yield FieldError("spec", "FieldValueForbidden", f"{why} {', '.join(f'`spec.{name}`' for name in _CHANGEABLE)}")
+
+
+def _fixed(spec: Object) -> Object:
+    """The part of a pod's spec that never changes."""
+    kept = {name: value for name, value in spec.items() if name not in _CHANGEABLE}
+    for field in ("containers", "initContainers"):
+        kept[field] = [{**container, "image": ""} for container in spec.get(field) or []]
+    return kept
 
 
 def _check_pod_spec(spec: Object, path: str) -> Iterator[FieldError]:
     if not spec.get("containers"):
         yield FieldError(f"{path}.containers", "FieldValueRequired", "Required value")
+    if spec["restartPolicy"] not in {"Always", "OnFailure", "Never"}:
+        why = f'Unsupported value: "{spec["restartPolicy"]}": supported values: "Always", "OnFailure", "Never"'
+        yield FieldError(f"{path}.restartPolicy", "FieldValueNotSupported", why)
+    volumes = {volume["name"] for volume in spec.get("volumes") or []}
     names: set[str] = set()
     for field in ("initContainers", "containers"):
         for index, container in enumerate(spec.get(field) or []):
-            at = f"{path}.{field}[{index}]"
+            at, name = f"{path}.{field}[{index}]", container.get("name", "")
             if not container.get("image"):
                 yield FieldError(f"{at}.image", "FieldValueRequired", "Required value")
-            if container.get("name") in names:
-                duplicate = f'Duplicate value: "{container["name"]}"'
-                yield FieldError(f"{at}.name", "FieldValueDuplicate", duplicate)
-            names.add(container.get("name", ""))
+            if name in names:
+                yield FieldError(f"{at}.name", "FieldValueDuplicate", f'Duplicate value: "{name}"')
+            elif not _LABEL.fullmatch(name):
+                yield FieldError(f"{at}.name", "FieldValueInvalid", f'Invalid value: "{name}": {_LABEL_RULE}')
+            names.add(name)
+            yield from _check_container(container, volumes, at)
+
+
+def _check_container(container: Object, volumes: set[str], path: str) -> Iterator[FieldError]:
+    for index, mount in enumerate(container.get("volumeMounts") or []):
+        if mount["name"] not in volumes:
+            why = f'Not found: "{mount["name"]}"'
+            yield FieldError(f"{path}.volumeMounts[{index}].name", "FieldValueNotFound", why)
+    for index, variable in enumerate(container.get("env") or []):
+        if not _ENV_NAME.fullmatch(variable["name"]):
+            why = (
+                f'Invalid value: "{variable["name"]}": a valid environment variable name must consist only of '
+                "printable ASCII characters other than '='"
+            )
+            yield FieldError(f"{path}.env[{index}].name", "FieldValueInvalid", why)
+    resources = container.get("resources") or {}
+    limits = resources.get("limits") or {}
+    for name, value in (resources.get("requests") or {}).items():
+        if name in limits and amount(value) > amount(limits[name]):
+            why = f'Invalid value: "{value}": must be less than or equal to {name} limit of {limits[name]}'
+            yield FieldError(f"{path}.resources.requests", "FieldValueInvalid", why)
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container.get(kind)
+        if probe is not None and not _HANDLERS & probe.keys():
+            yield FieldError(f"{path}.{kind}", "FieldValueRequired", "Required value: must specify a handler type")
+        elif probe is not None and "exec" in probe and not probe["exec"].get("command"):
+            yield FieldError(f"{path}.{kind}.exec.command", "FieldValueRequired", "Required value")
 
 
 def _check_service(obj: Object, old: Object | None) -> Iterator[FieldError]:
     del old
+    name = obj["metadata"]["name"]
+    if not _LABEL.fullmatch(name):
+        yield FieldError("metadata.name", "FieldValueInvalid", f'Invalid value: "{name}": {_LABEL_RULE}')
     if (
         not obj["spec"].get("ports")
         and obj["spec"].get("type") != "ExternalName"
         and obj["spec"].get("clusterIP") != "None"
     ):
         yield FieldError("spec.ports", "FieldValueRequired", "Required value")
+
+
+def _check_data(obj: Object, old: Object | None) -> Iterator[FieldError]:
+    """Check the keys of a ConfigMap or Secret, which become names of files."""
+    del old
+    for key in obj.get("data") or {}:
+        if not _KEY.fullmatch(key) or key.startswith(".."):
+            why = "a valid config key must consist of alphanumeric characters, '-', '_' or '.'"
+            yield FieldError(f"data[{key}]", "FieldValueInvalid", f'Invalid value: "{key}": {why}')
 
 
 def _check_claim(obj: Object, old: Object | None) -> Iterator[FieldError]:
@@ -229,6 +285,18 @@ def _check_claim(obj: Object, old: Object | None) -> Iterator[FieldError]:
 
 
 _NONE = (0, "0%")
+_CHANGEABLE = (
+    "containers[*].image", "initContainers[*].image", "activeDeadlineSeconds", "tolerations",
+    "terminationGracePeriodSeconds",
+)  # fmt: skip
+_HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc"}
+_ENV_NAME = re.compile(r"[ -<>-~]+")
+_KEY = re.compile(r"(?!\.\Z)[-._a-zA-Z0-9]{1,253}")
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_LABEL_RULE = (
+    "a lowercase RFC 1123 label must consist of at most 63 lower case alphanumeric characters or '-', and must start "
+    "and end with an alphanumeric character"
+)
 _DEFAULTS: dict[str, Callable[[Object], Object]] = {
     "Deployment": _deployment,
     "ReplicaSet": _replica_set,
@@ -241,12 +309,14 @@ _DEFAULTS: dict[str, Callable[[Object], Object]] = {
     "ValidatingWebhookConfiguration": default_webhooks,
 }
 _CHECKS: dict[str, Callable[[Object, Object | None], Iterator[FieldError]]] = {
+    "ConfigMap": _check_data,
     "Deployment": _check_deployment,
     "NetworkPolicy": check_network_policy,
     "PersistentVolumeClaim": _check_claim,
     "PodDisruptionBudget": check_disruption_budget,
     "ReplicaSet": _check_workload,
     "Pod": _check_pod,
+    "Secret": _check_data,
     "Service": _check_service,
     "ValidatingWebhookConfiguration": check_webhooks,
 }

@@ -228,6 +228,8 @@ def _validate_string(value: str, schema: Schema, path: str) -> Iterator[FieldErr
         yield _invalid(path, value, f"{path} in body should match '{pattern}'")
     if schema.get("format") == "date-time" and not _DATE_TIME.match(value):
         yield _invalid(path, value, f'{path} in body must be of type date-time: "{value}"')
+    if schema.get("format") == "byte" and not _BASE64.fullmatch(re.sub(r"[\r\n]", "", value)):
+        yield _invalid(path, value, f"{path} in body must be of type byte: illegal base64 data")
 
 
 def _validate_number(value: float, schema: Schema, path: str) -> Iterator[FieldError]:
@@ -310,4 +312,5 @@ def go_pattern(pattern: str) -> str:
 
 _QUANTITY = re.compile(r"^([+-]?[0-9]+(\.[0-9]*)?|[+-]?\.[0-9]+)([eEinumkKMGTP]*[-+]?[0-9]*)\Z")
 _BAD_QUANTITY = r"quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
+_BASE64 = re.compile(r"([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
 _DATE_TIME = re.compile(r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:?\d\d)$")

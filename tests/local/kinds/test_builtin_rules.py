@@ -78,6 +78,19 @@ def test_plain_text_of_a_secret_is_stored_as_data() -> None:
         ({"replicas": -1}, "spec.replicas: Invalid value: -1: must be greater than or equal to 0"),
         ({"template": {**template(), "spec": {"containers": []}}}, "spec.template.spec.containers: Required value"),
         ({"template": template(image="")}, "spec.template.spec.containers[0].image: Required value"),
+        ({"template": template(name="C")}, 'spec.template.spec.containers[0].name: Invalid value: "C": a lowercase'),
+        ({"template": template(env=[{"name": "a=b"}])}, 'containers[0].env[0].name: Invalid value: "a=b"'),
+        ({"template": template(volumeMounts=[{"name": "v"}])}, 'containers[0].volumeMounts[0].name: Not found: "v"'),
+        ({"template": template(readinessProbe={})}, "containers[0].readinessProbe: Required value: must specify"),
+        ({"template": template(livenessProbe={"exec": {}})}, "livenessProbe.exec.command: Required value"),
+        (
+            {"template": template(resources={"requests": {"memory": "2Gi"}, "limits": {"memory": "1G"}})},
+            'containers[0].resources.requests: Invalid value: "2Gi": must be less than or equal to memory limit of 1G',
+        ),
+        (
+            {"template": {**template(), "spec": {**template()["spec"], "restartPolicy": "Sometimes"}}},
+            'spec.template.spec.restartPolicy: Unsupported value: "Sometimes"',
+        ),
     ],
 )
 def test_workload_that_could_not_run_is_refused(change: dict[str, Any], message: str) -> None:
@@ -88,6 +101,38 @@ def test_workload_that_could_not_run_is_refused(change: dict[str, Any], message:
 def test_surge_may_be_more_than_all_replicas() -> None:
     made = default_builtin("Deployment", deployment(strategy=rolling(maxSurge="150%")))
     assert list(validate_builtin("Deployment", made, None)) == []
+
+
+def test_only_images_tolerations_and_times_of_a_pod_change() -> None:
+    old = default_builtin("Pod", {"spec": template()["spec"]})
+    new = default_builtin("Pod", {"spec": {**template(image="y")["spec"], "tolerations": [{"operator": "Exists"}]}})
+    assert list(validate_builtin("Pod", new, old)) == []
+    new = default_builtin("Pod", {"spec": template(command=["sh"])["spec"]})
+    (error,) = validate_builtin("Pod", new, old)
+    assert str(error).startswith("spec: Forbidden: pod updates may not change fields other than")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "a" * 64, "A"])
+def test_service_has_the_name_of_a_host(name: str) -> None:
+    service = {"metadata": {"name": name}, "spec": {"ports": [{"port": 80}]}}
+    (error,) = validate_builtin("Service", service, None)
+    assert str(error).startswith(f'metadata.name: Invalid value: "{name}": a lowercase RFC 1123 label')
+
+
+@pytest.mark.parametrize("key", ["a/b", "../x", "..", ".", "a b"])
+@pytest.mark.parametrize("kind", ["ConfigMap", "Secret"])
+def test_key_that_is_no_name_of_a_file_is_refused(kind: str, key: str) -> None:
+    assert [error.path for error in validate_builtin(kind, {"data": {key: ""}}, None)] == [f"data[{key}]"]
+    assert list(validate_builtin(kind, {"data": {"app.conf": "", ".env": ""}}, None)) == []
+
+
+@pytest.mark.parametrize("value", ["!!", "YQ", "YQ=", "Y"])
+def test_secret_that_is_not_base64_is_refused(value: str) -> None:
+    registry = Registry()
+    secrets = registry.kinds.find("", "v1", "secrets")
+    registry.create(secrets, "default", {"metadata": {"name": "good"}, "data": {"a": "YWJj\nZA==\n"}}, WriteOptions())
+    with pytest.raises(ApiError, match="illegal base64 data"):
+        registry.create(secrets, "default", {"metadata": {"name": "bad"}, "data": {"a": value}}, WriteOptions())
 
 
 def test_claim_without_a_size_or_a_mode_is_refused() -> None:
