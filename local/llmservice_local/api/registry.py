@@ -151,6 +151,10 @@ class Registry:
         if subresource == "scale":
             obj = scaled(kind, old, obj)
         obj, warnings = self._decode(kind, namespace, name, obj, options)
+        if kind.custom and not obj["metadata"].get("resourceVersion"):
+            why = "Invalid value: 0: must be specified for an update"
+            errors = [FieldError("metadata.resourceVersion", "FieldValueInvalid", why)]
+            raise invalid(kind.plural, kind.group, name, errors)
         return self._update(kind, old, obj, options, subresource, warnings)
 
     def patch(
@@ -244,8 +248,7 @@ class Registry:
             raise not_found(kind.plural, kind.group, name)
         body = identified(kind, namespace, name, body)
         strategy = self.strategy(kind)
-        if not kind.custom:
-            check_typed(body, strategy.schema)
+        check_typed(body, strategy.schema)
         refuse_unknown(kind, strategy.decode(body)[1], options.field_validation)
         reserved = {"status"} if kind.has_status and subresource != "status" else set()
         if subresource == "status":
@@ -253,6 +256,9 @@ class Registry:
         applied = {key: value for key, value in body.items() if key not in reserved}
         manager = Manager(options.manager, "Apply", kind.api_version, subresource)
         owners = read_owners(live) if live is not None else {}
+        if live is not None:
+            metadata = body["metadata"]
+            check_preconditions(kind, live, metadata.get("uid"), metadata.get("resourceVersion"))
         merged, owners = apply(live, applied, strategy.schema, owners, manager, force=options.force)
         if live is None:
             self._check_namespace(kind, namespace)

@@ -131,6 +131,45 @@ def test_apply_twice_keeps_the_resource_version_and_edit_then_apply_restores(
     assert [entry["manager"] for entry in restored["metadata"]["managedFields"]] == ["test"]
 
 
+@pytest.mark.parametrize("subresource", ["", "status"])
+def test_update_of_a_custom_resource_names_the_version_that_it_replaces(
+    registry: Registry, services: Kind, subresource: str
+) -> None:
+    created = registry.create(services, "default", llm(), OPTIONS).obj
+    message = 'llmservices.serving.llmservice.io "m" is invalid: metadata.resourceVersion: Invalid value: 0: must be'
+    with pytest.raises(ApiError, match=message) as refused:
+        registry.update(services, "default", "m", llm(), OPTIONS, subresource)
+    assert refused.value.code == 422
+    registry.update(services, "default", "m", created, OPTIONS, subresource)
+
+
+@pytest.mark.parametrize("precondition", [{"resourceVersion": "1"}, {"uid": "another"}])
+def test_apply_of_an_older_object_is_a_conflict(
+    registry: Registry, services: Kind, precondition: dict[str, str]
+) -> None:
+    registry.create(services, "default", llm(), OPTIONS)
+    stale = {**llm(replicas=2), "metadata": {"name": "m", **precondition}}
+    with pytest.raises(ApiError) as refused:
+        registry.patch(services, "default", "m", stale, APPLY_PATCH, OPTIONS)
+    assert refused.value.code == 409
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"status": {"replica": 1}}, ".status.replica: field not declared in schema"),
+        ({"status": {"replicas": "one"}}, r".status.replicas: expected numeric \(int or float\), got string"),
+    ],
+)
+def test_apply_of_what_the_schema_of_a_custom_resource_lacks_is_an_error(
+    registry: Registry, services: Kind, body: dict[str, Any], why: str
+) -> None:
+    registry.create(services, "default", llm(), OPTIONS)
+    with pytest.raises(ApiError, match=f"failed to create typed patch object .*: {why}") as refused:
+        registry.patch(services, "default", "m", {**llm(), **body}, APPLY_PATCH, OPTIONS, "status")
+    assert refused.value.code == 500
+
+
 def test_status_and_spec_are_written_apart(registry: Registry, services: Kind) -> None:
     created = registry.create(services, "default", {**llm(), "status": {"replicas": 9}}, OPTIONS).obj
     assert "status" not in created
