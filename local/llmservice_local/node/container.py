@@ -166,16 +166,18 @@ class Container:
         self._launch = launch
         started_at = timestamp()
         if shutil.which(launch.command[0], path=launch.env.get("PATH", os.defpath)) is None:
-            message = f"exec: {launch.command[0]!r}: executable file not found in $PATH"
-            self._terminated(128, started_at, "StartError", message)
-            await self._host.report("Warning", "Failed", f"Error: {message}")
-            return 128
+            return await self._not_started(
+                started_at, f"exec: {launch.command[0]!r}: executable file not found in $PATH"
+            )
         log = self._host.logs.path(self.name, self.restarts)
         self._log, self._previous_log = log, self._log
-        async with self._starting:
-            self._process = process = await Process.start(
-                launch.command, env=launch.env, log=log, cwd=launch.cwd, cpu_limit=cpu_limit(self.spec)
-            )
+        try:
+            async with self._starting:
+                self._process = process = await Process.start(
+                    launch.command, env=launch.env, log=log, cwd=launch.cwd, cpu_limit=cpu_limit(self.spec)
+                )
+        except (OSError, ValueError) as error:  # such as a workingDir that is not there, or a null in an argument
+            return await self._not_started(started_at, f"exec: {launch.command[0]!r}: {error}")
         if self._killed:  # while it started
             process.kill()
         self._startup.clear()
@@ -192,6 +194,11 @@ class Container:
         message = termination_message(log) if fallback else ""
         self._terminated(code, started_at, "Completed" if code == 0 else "Error", message)
         return code
+
+    async def _not_started(self, started_at: str, message: str) -> int:
+        self._terminated(128, started_at, "StartError", message)
+        await self._host.report("Warning", "Failed", f"Error: {message}")
+        return 128
 
     async def _probe(self) -> None:
         target = probe.ProbeTarget(self._host.pod_ip, self._ports(), self.execute)

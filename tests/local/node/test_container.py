@@ -20,13 +20,15 @@ async def report(kind: str, reason: str, message: str) -> None:
     pass
 
 
-def make_container(tmp_path: Path, session: ClientSession, prepared: Callable[[], None]) -> Container:
+def make_container(
+    tmp_path: Path, session: ClientSession, prepared: Callable[[], None], launch: Launch | None = None
+) -> Container:
     def prepare(_: object) -> Launch:
         prepared()
-        return Launch(["sleep", "60"], dict(os.environ))
+        return launch or Launch(["sleep", "60"], dict(os.environ))
 
     host = ContainerHost("127.0.0.1", "pod", PodLogs(tmp_path, POD), session, prepare, lambda: None, report)
-    return Container({"name": "main"}, host, "Always", 0.0)
+    return Container({"name": "main"}, host, "Always" if launch is None else "Never", 0.0)
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
@@ -62,3 +64,21 @@ async def test_the_command_of_a_probe_ends_with_its_container(tmp_path: Path) ->
         await running
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("launch", "why"),
+    [
+        (Launch(["sleep", "1"], dict(os.environ), Path("/no/such/folder")), "No such file or directory"),
+        (Launch(["sleep", "1\0"], dict(os.environ)), "embedded null byte"),
+    ],
+)
+async def test_a_process_that_cannot_be_started_is_an_error_of_its_start(
+    tmp_path: Path, launch: Launch, why: str
+) -> None:
+    async with ClientSession() as session, asyncio.timeout(20):
+        container = make_container(tmp_path, session, lambda: None, launch)
+        await container.run()
+    ended = container.state["terminated"]
+    assert (ended["exitCode"], ended["reason"]) == (128, "StartError")
+    assert why in ended["message"]
