@@ -45,6 +45,8 @@ class ContainerHost:
     """Called whenever the status has changed."""
     report: Callable[[str, str, str], Awaitable[None]]
     """Posts an Event (type, reason, message) about the pod."""
+    grace_s: float = 30.0
+    """The pod's grace period, which a container has too that fails a probe."""
 
 
 class Container:
@@ -115,15 +117,11 @@ class Container:
 
     async def stop(self, grace_s: float) -> None:
         """Run the preStop hook, send SIGTERM, and kill the remaining processes after `grace_s` seconds."""
-        deadline = time.monotonic() + grace_s
         self._stopping.set()
         async with self._starting:
             process = self._process
-        if process is None or not process.running:
-            return
-        await self._host.report("Normal", "Killing", f"Stopping container {self.name}")
-        await self._pre_stop(process, grace_s)
-        await process.stop(max(0.0, deadline - time.monotonic()))
+        if process is not None and process.running:
+            await self._end(process, grace_s, f"Stopping container {self.name}")
 
     def kill(self) -> None:
         self._stopping.set()
@@ -236,11 +234,16 @@ class Container:
         await probe.watch(declared, question, changed)
 
     async def _restart(self, kind: str, declared: Object) -> None:
-        message = f"Container {self.name} failed {kind.lower()} probe, will be restarted"
-        await self._host.report("Normal", "Killing", message)
         if self._process is not None:
-            grace_s = declared.get("terminationGracePeriodSeconds", 30)
-            await self._process.stop(grace_s)
+            grace_s = float(declared.get("terminationGracePeriodSeconds", self._host.grace_s))
+            message = f"Container {self.name} failed {kind.lower()} probe, will be restarted"
+            await self._end(self._process, grace_s, message)
+
+    async def _end(self, process: Process, grace_s: float, message: str) -> None:
+        deadline = time.monotonic() + grace_s
+        await self._host.report("Normal", "Killing", message)
+        await self._pre_stop(process, grace_s)
+        await process.stop(max(0.0, deadline - time.monotonic()))
 
     async def _pre_stop(self, process: Process, grace_s: float) -> None:
         hook = (self.spec.get("lifecycle") or {}).get("preStop") or {}

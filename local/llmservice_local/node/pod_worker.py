@@ -74,6 +74,7 @@ class PodWorker:
             prepare=self._prepare,
             changed=self._dirty.set,
             report=self._report,
+            grace_s=float(pod["spec"].get("terminationGracePeriodSeconds", 30)),
         )
         init_policy = "OnFailure" if policy == "Always" else policy
         self.init = [

@@ -21,13 +21,18 @@ async def report(kind: str, reason: str, message: str) -> None:
 
 
 def make_container(
-    tmp_path: Path, session: ClientSession, prepared: Callable[[], None], launch: Launch | None = None
+    tmp_path: Path,
+    session: ClientSession,
+    prepared: Callable[[], None],
+    launch: Launch | None = None,
+    grace_s: float = 30.0,
 ) -> Container:
     def prepare(_: object) -> Launch:
         prepared()
         return launch or Launch(["sleep", "60"], dict(os.environ))
 
-    host = ContainerHost("127.0.0.1", "pod", PodLogs(tmp_path, POD), session, prepare, lambda: None, report)
+    logs = PodLogs(tmp_path, POD)
+    host = ContainerHost("127.0.0.1", "pod", logs, session, prepare, lambda: None, report, grace_s)
     return Container({"name": "main"}, host, "Always" if launch is None else "Never", 0.0)
 
 
@@ -82,3 +87,19 @@ async def test_a_process_that_cannot_be_started_is_an_error_of_its_start(
     ended = container.state["terminated"]
     assert (ended["exitCode"], ended["reason"]) == (128, "StartError")
     assert why in ended["message"]
+
+
+async def test_a_container_that_fails_its_liveness_probe_ends_as_its_pod_would(tmp_path: Path) -> None:
+    """The hook runs first, and the pod's grace period bounds both."""
+    hook, started = tmp_path / "hook", tmp_path / "started"
+    script = f"trap '' TERM; touch {started}; while ! test -e {hook}; do sleep 0.02; done; sleep 60"
+    async with ClientSession() as session, asyncio.timeout(20):
+        container = make_container(
+            tmp_path, session, lambda: None, Launch(["sh", "-c", script], dict(os.environ)), grace_s=1.0
+        )
+        container.spec["lifecycle"] = {"preStop": {"exec": {"command": ["touch", str(hook)]}}}
+        probe = {"exec": {"command": ["test", "!", "-e", str(started)]}, "periodSeconds": 0.02, "failureThreshold": 1}
+        container.spec["livenessProbe"] = probe
+        await container.run()
+    assert hook.exists()
+    assert container.exit_code == 137
