@@ -193,13 +193,18 @@ class _Handler:
         if include := _table_wanted(request):
             printed = table(kind, objects, utc_now(), include)
             return _json({**printed, "metadata": {"resourceVersion": revision}})
-        limit = request.query.get("limit", "")
-        start = int(request.query.get("continue") or 0) if (request.query.get("continue") or "0").isdigit() else 0
+        limit, page = request.query.get("limit", ""), objects
+        if token := request.query.get("continue"):
+            # The revision of the first page: a watch from there reports what has changed since then.
+            revision, _, last = token.partition("/")
+            if not revision.isdigit() or "/" not in last:
+                raise bad_request(f"continue {token!r} is not valid: expected one that this server gave")
+            page = [obj for obj in objects if _key(obj) > tuple(last.split("/", 1))]
         metadata: Object = {"resourceVersion": revision}
-        page = objects[start:]
         if limit.isdigit() and int(limit) and len(page) > int(limit):
-            metadata |= {"continue": str(start + int(limit)), "remainingItemCount": len(page) - int(limit)}
+            metadata["remainingItemCount"] = len(page) - int(limit)
             page = page[: int(limit)]
+            metadata["continue"] = "/".join((revision, *_key(page[-1])))
         return _json({"kind": f"{kind.name}List", "apiVersion": kind.api_version, "metadata": metadata, "items": page})
 
     async def _watch(self, request: web.Request, target: Target) -> web.StreamResponse:
@@ -334,6 +339,11 @@ class _Handler:
         address = next(entry["address"] for entry in node["status"]["addresses"] if entry["type"] == "InternalIP")
         port = node["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"]
         return f"http://{address}:{port}"
+
+
+def _key(obj: Object) -> tuple[str, str]:
+    """The key by which collections are sorted."""
+    return obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
 
 
 def _selectors(query: Mapping[str, str]) -> tuple[Predicate, Predicate]:

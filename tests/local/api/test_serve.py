@@ -158,6 +158,21 @@ async def test_list_comes_in_pages_where_asked(http: ClientSession) -> None:
     assert "continue" not in rest["metadata"]
 
 
+async def test_pages_of_a_list_miss_nothing_that_changes_between_them(http: ClientSession) -> None:
+    path = "/api/v1/namespaces/default/configmaps"
+    for name in "abc":
+        async with http.post(path, json={"metadata": {"name": name}}) as response:
+            assert response.status == 201
+    first = await get(http, path, params={"limit": "2"})
+    async with http.delete(f"{path}/a") as response:
+        assert response.status == 200
+    rest = await get(http, path, params={"limit": "2", "continue": first["metadata"]["continue"]})
+    assert [item["metadata"]["name"] for item in rest["items"]] == ["c"]
+    assert rest["metadata"] == {"resourceVersion": first["metadata"]["resourceVersion"]}
+    async with http.get(path, params={"continue": "2"}) as response:
+        assert response.status == 400
+
+
 async def test_watch_streams_lines_of_json(http: ClientSession) -> None:
     path = "/api/v1/namespaces/default/configmaps"
     version = (await get(http, path))["metadata"]["resourceVersion"]
