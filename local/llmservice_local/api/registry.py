@@ -38,6 +38,7 @@ MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 
 _SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # the alphabet of generated pod names
+_PERMANENT = {"default", "kube-system", "kube-public"}
 _PROPAGATION_FINALIZERS = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}
 
 
@@ -200,6 +201,8 @@ class Registry:
     def delete(self, kind: Kind, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:
         """Delete an object, or only mark it if it has finalizers or a grace period; returns (object, is removed)."""
         old = self._stored(kind, namespace, name)
+        if kind.name == "Namespace" and name in _PERMANENT:
+            raise ApiError(403, "Forbidden", f'namespaces "{name}" is forbidden: this namespace may not be deleted')
         check_preconditions(kind, old, options.uid, options.resource_version)
         if options.dry_run:
             return old, False

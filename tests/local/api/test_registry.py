@@ -296,6 +296,15 @@ def test_delete_of_another_uid_is_a_conflict(registry: Registry) -> None:
         registry.delete(pods(registry), "default", "p", DeleteOptions(uid="other"))
 
 
+@pytest.mark.parametrize("name", ["default", "kube-system", "kube-public"])
+def test_namespace_of_the_cluster_is_never_deleted(registry: Registry, name: str) -> None:
+    with pytest.raises(
+        ApiError, match=f'namespaces "{name}" is forbidden: this namespace may not be deleted'
+    ) as refused:
+        registry.delete(registry.kinds.find("", "v1", "namespaces"), "", name, DeleteOptions())
+    assert refused.value.code == 403
+
+
 def test_definition_and_its_kind_are_removed_after_its_objects(registry: Registry, services: Kind) -> None:
     body = llm()
     body["metadata"]["finalizers"] = ["a/one"]
