@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from aiohttp import web
 
 from llmservice_local.api.registry import APPLY_PATCH, Registry
 from llmservice_local.api.request import Target, is_watch
-from llmservice_local.errors import ApiError
+from llmservice_local.errors import ApiError, bad_request
+from llmservice_local.kinds.catalogue import Kind
 from llmservice_local.objects import Object
 
 _RBAC = ("rbac.authorization.k8s.io", "v1")
+ACCESS_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
 
@@ -169,8 +172,22 @@ class Guard:
         self._tokens = Tokens()
 
     def account(self, request: web.Request) -> Account | None:
-        """The account that sends the request; None for the administrator. Raises `ApiError` 401."""
-        return self._tokens.bearer(request.headers.get("Authorization"))
+        """The account that sends the request, or that the administrator acts as; None for the administrator.
+
+        Raises `ApiError` 401 or 403.
+        """
+        sender = self._tokens.bearer(request.headers.get("Authorization"))
+        user = request.headers.get("Impersonate-User")
+        if user is None:
+            return sender
+        if sender is not None:
+            cannot = f'User "{sender.user}" cannot impersonate resource "users" in API group "" at the cluster scope'
+            raise ApiError(403, "Forbidden", f'users "{user}" is forbidden: {cannot}')
+        match user.split(":"):
+            case ["system", "serviceaccount", namespace, name]:
+                return Account(namespace, name)
+        expected = "the emulated API knows system:serviceaccount:NAMESPACE:NAME and the administrator"
+        raise ApiError(403, "Forbidden", f'users "{user}" is forbidden: {expected}')
 
     def admit(self, account: Account, request: web.Request, target: Target) -> None:
         """Raises `ApiError` 403. An apply of an object that does not exist needs the verb `create` as well."""
@@ -188,6 +205,22 @@ class Guard:
         finally:
             if self._audit is not None:
                 self._audit.record(account, requested, request.path_qs, refusal)
+
+    def access_review(self, account: Account | None, review: Any) -> Object:
+        """Answer a SelfSubjectAccessReview, which `kubectl auth can-i` sends; raises `ApiError` 400."""
+        if not isinstance(review, dict):
+            raise bad_request(f"a SelfSubjectAccessReview is an object, not {type(review).__name__}")
+        spec = review.get("spec") or {}
+        wanted = spec.get("resourceAttributes") or {}
+        kind = Kind(wanted.get("group", ""), "", "", wanted.get("resource", ""))
+        target = Target(kind, wanted.get("namespace"), wanted.get("name", ""), wanted.get("subresource", ""))
+        allowed = account is None
+        if account is not None:
+            with suppress(ApiError):
+                authorize(self._registry, account, wanted.get("verb", ""), target)
+                allowed = True
+        own = {"kind": "SelfSubjectAccessReview", "apiVersion": "authorization.k8s.io/v1", "metadata": {}}
+        return {**own, "spec": spec, "status": {"allowed": allowed}}
 
     def token_request(self, target: Target) -> Object:
         """Issue a token for an existing service account; raises `ApiError` 404."""

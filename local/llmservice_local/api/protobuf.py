@@ -1,7 +1,7 @@
-"""Decodes protobuf bodies, which `kubectl create namespace|secret|configmap|…` and Helm send.
+"""Decodes protobuf bodies, which `kubectl create namespace|secret|configmap|…`, `kubectl auth can-i` and Helm send.
 
-A body is the magic `k8s\\0` and a `runtime.Unknown`; field numbers are those of k8s.io/api/core/v1/generated.proto and
-k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto.
+A body is the magic `k8s\\0` and a `runtime.Unknown`; field numbers are those of generated.proto in k8s.io/api/core/v1,
+k8s.io/api/authorization/v1 and k8s.io/apimachinery/pkg/apis/meta/v1.
 """
 
 from __future__ import annotations
@@ -113,7 +113,17 @@ _DELETE_OPTIONS: _Fields = {
     4: ("propagationPolicy", _text),
     5: ("dryRun", _text),
 }
+_ATTRIBUTES: _Fields = {
+    1: ("namespace", _text),
+    2: ("verb", _text),
+    3: ("group", _text),
+    5: ("resource", _text),
+    6: ("subresource", _text),
+    7: ("name", _text),
+}
+_ACCESS: _Fields = {1: ("resourceAttributes", lambda data: _message(data, _ATTRIBUTES))}
 _KINDS: dict[tuple[str, str], _Fields] = {
+    ("authorization.k8s.io/v1", "SelfSubjectAccessReview"): {2: ("spec", lambda data: _message(data, _ACCESS))},
     ("v1", "Namespace"): {1: ("metadata", _metadata)},
     ("v1", "ServiceAccount"): {1: ("metadata", _metadata)},
     ("v1", "ConfigMap"): {

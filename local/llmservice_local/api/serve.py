@@ -20,7 +20,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.typedefs import Middleware
 
 from llmservice_local.api import discovery, protobuf
-from llmservice_local.api.access import Account, AuditLog, Guard
+from llmservice_local.api.access import ACCESS_REVIEWS, Account, AuditLog, Guard
 from llmservice_local.api.eviction import evict
 from llmservice_local.api.registry import APPLY_PATCH, DeleteOptions, Registry, Written, utc_now
 from llmservice_local.api.request import (
@@ -116,6 +116,8 @@ class _Handler:
         account = self._guard.account(request)
         if (document := self._document(path, request)) is not None:
             return document
+        if path == ACCESS_REVIEWS and request.method == "POST":
+            return _json(self._guard.access_review(account, await _body(request)), 201)
         target = parse_path(self._registry.kinds, path)
         if account is not None:
             self._guard.admit(account, request, target)

@@ -75,6 +75,39 @@ async def test_an_unknown_token_is_unauthorized(cluster: Cluster) -> None:
     assert await cluster.ask("GET", "/apis") == 401
 
 
+async def test_the_administrator_acts_as_an_account_with_the_rights_of_it(cluster: Cluster) -> None:
+    await cluster.grant("default", rule("configmaps", "list"))
+    user = {"Impersonate-User": "system:serviceaccount:default:worker"}
+    codes = []
+    for headers in (user, {"Impersonate-User": "alice"}, user | {"Authorization": f"Bearer {cluster.token}"}):
+        for resources in ("configmaps", "secrets"):
+            path = f"/api/v1/namespaces/default/{resources}"
+            async with cluster.http.get(path, headers=headers) as response:
+                codes.append(response.status)
+    assert codes == [200, 403, 403, 403, 403, 403]
+
+
+@pytest.mark.parametrize(
+    ("headers", "attributes", "allowed"),
+    [
+        ({}, {"verb": "delete", "resource": "secrets"}, True),
+        ({"Impersonate-User": "system:serviceaccount:default:worker"}, {"verb": "list"}, True),
+        ({"Impersonate-User": "system:serviceaccount:default:worker"}, {"verb": "get"}, False),
+        ({"Impersonate-User": "system:serviceaccount:default:worker"}, {"verb": "list", "namespace": None}, False),
+        ({"Impersonate-User": "system:serviceaccount:default:other"}, {"verb": "list"}, False),
+    ],
+)
+async def test_access_review_answers_what_a_request_would_get(
+    cluster: Cluster, headers: dict[str, str], attributes: dict[str, Any], allowed: bool
+) -> None:
+    await cluster.grant("default", rule("configmaps", "list"))
+    body = {"spec": {"resourceAttributes": {"namespace": "default", "resource": "configmaps", **attributes}}}
+    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    async with cluster.http.post(path, json=body, headers=headers) as response:
+        assert response.status == 201
+        assert (await response.json())["status"] == {"allowed": allowed}
+
+
 @pytest.mark.parametrize(
     ("verb", "method", "path"),
     [

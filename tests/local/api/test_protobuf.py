@@ -12,8 +12,8 @@ def field(number: int, value: bytes | int) -> bytes:
     return bytes([number << 3 | 2, len(value)]) + value
 
 
-def body(kind: str, raw: bytes) -> bytes:
-    return MAGIC + field(1, field(1, b"v1") + field(2, kind.encode())) + field(2, raw)
+def body(kind: str, raw: bytes, api_version: bytes = b"v1") -> bytes:
+    return MAGIC + field(1, field(1, api_version) + field(2, kind.encode())) + field(2, raw)
 
 
 METADATA = field(1, field(1, b"x") + field(3, b"team") + field(11, field(1, b"app") + field(2, b"web")))
@@ -28,6 +28,14 @@ def test_secret_is_read_with_its_bytes_as_base64() -> None:
         "data": {"token": "aHVzaA=="},
         "type": "Opaque",
         "immutable": True,
+    }
+
+
+def test_access_review_is_read_with_what_it_asks_for() -> None:
+    attributes = field(1, b"team") + field(2, b"get") + field(3, b"apps") + field(4, b"*") + field(5, b"deployments")
+    raw = field(1, b"") + field(2, field(1, attributes)) + field(3, b"")
+    assert decode(body("SelfSubjectAccessReview", raw, b"authorization.k8s.io/v1"))["spec"] == {
+        "resourceAttributes": {"namespace": "team", "verb": "get", "group": "apps", "resource": "deployments"}
     }
 
 
