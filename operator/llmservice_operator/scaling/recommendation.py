@@ -113,8 +113,8 @@ def _in_flight(analysis: Analysis, load: Load, supply: Supply, policy: ScalePoli
     signals: list[Signal] = [(analysis.utilization, f"slots: {slots}")]
     waiting = load.waiting / load.answered - supply.ready * policy.queue_depth
     if waiting > 0 and forecast.request and supply.trouble is None:
-        grows = max(0.0, forecast.most * supply.lead_s - supply.serves_s)
-        work_s = waiting * forecast.request + grows
+        grows = forecast.most * supply.lead_s - supply.serves_s
+        work_s = max(0.0, waiting * forecast.request + grows)
         why = f"backlog: {waiting:.0f} wait beyond {policy.queue_depth} per replica, {work_s:.0f}s of a replica's work"
         within_s = max(DRAIN_S, supply.lead_s / 2)
         why += f" by the time that a new one serves, to be done in {within_s:.0f}s"
