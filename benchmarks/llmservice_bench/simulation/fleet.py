@@ -504,6 +504,7 @@ def scrape(replica: Replica, now: float) -> Scrape:
         model_code="own",
         batch_waiting=float(batch.num_waiting),
         batch_running=float(batch.num_running),
+        served=Demand(replica.num_begun, replica.num_prompt_tokens, replica.num_tokens),
     )
 
 

@@ -88,6 +88,8 @@ class Replica:
         self.ttft_counts = [0] * len(TTFT_BOUNDS_S)
         self.prompt_counts = [0] * len(PROMPT_BOUNDS)
         self.arrived = {lane: Demand() for lane in LANES}
+        self.num_begun = self.num_prompt_tokens = self.num_tokens = 0
+        """Requests with a first token, the tokens of their prompts, and those generated."""
         self._lengths = OutputLengths(config.scheduler.expected_tokens * DEFAULT_SHARE)
         self._queue = AdmissionQueue(dict.fromkeys(LANES, config.queue), now)
         self._requests: dict[SimulatedRequest, Request] = {}
@@ -327,6 +329,7 @@ class Replica:
         for share in plan.scheduled:
             if not share.samples:
                 continue
+            self.num_tokens += 1
             engine_request = share.request
             request = self._simulated.get(engine_request)
             if request is None:  # it was withdrawn while the step ran
@@ -348,6 +351,8 @@ class Replica:
     def _begin_answer(self, request: SimulatedRequest, engine_request: Request, now: float) -> None:
         request.first_token_s = now
         self.first_tokens.append(request)
+        self.num_begun += 1
+        self.num_prompt_tokens += engine_request.num_prompt_tokens
         self._queue.start(engine_request.request_id, now)
         self.ttft_counts[bisect_left(TTFT_BOUNDS_S, now - engine_request.arrival_s)] += 1
 
@@ -355,6 +360,7 @@ class Replica:
         """Steps 2 to `steps` of a run, as if one by one: the same blocks in the same order. Returns their end."""
         requests = [share.request for share in run.plan.scheduled]
         more = steps - 1
+        self.num_tokens += more * len(requests)
         for engine_request in requests:
             engine_request.token_ids.extend([engine_request.token_ids[-1]] * more)
         self._extend_blocks(requests, more)

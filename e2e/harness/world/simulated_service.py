@@ -13,7 +13,7 @@ from typing import Any
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas
-from llmservice_operator.scaling.demand import Demand
+from llmservice_operator.scaling.demand import NO_DEMAND, Demand
 from llmservice_operator.scaling.load import Load, Scrape, load_of
 from llmservice_operator.scaling.supply import StartupTimes, supply_of
 from llmservice_operator.sizing import Sized
@@ -111,6 +111,11 @@ class _Pod:
         if moment.batch_waiting:
             self.finished += max(0.0, _SLOTS - self.in_flight) / moment.service_s * tick_s
 
+    def _served(self, running: float, request: Demand) -> Demand:
+        """Prompts are computed at once, and answers evenly while they run."""
+        begun, ended = request.scaled(self.finished + running), request.scaled(self.finished)
+        return Demand(begun.requests, begun.prompt_tokens, ended.output_tokens)
+
     def scrape(self, now: float, moment: Moment) -> Scrape:
         running, batch = min(self.in_flight, _SLOTS), 0.0
         if moment.batch_waiting:
@@ -125,6 +130,7 @@ class _Pod:
             batch_waiting=moment.batch_waiting,
             batch_running=batch if moment.lanes else None,
             arrived=moment.request and moment.request.scaled(self.arrived),
+            served=self._served(running, moment.request) if moment.request else NO_DEMAND,
         )
 
 

@@ -149,7 +149,7 @@ class CapacityStatus(SchemaModel):
     requests_per_second: float = Field(ge=0, description="What one full replica was measured to finish.")
     measured_at: str = Field(max_length=32, description="When, give or take half an hour (RFC 3339).")
     correction: float = Field(
-        1.0, gt=0, description="Of the latency model: what full replicas finished against what it predicts."
+        1.0, gt=0, description="Of the latency model: what full replicas did against what it predicts."
     )
 
 

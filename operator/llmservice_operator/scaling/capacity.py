@@ -85,13 +85,13 @@ class ReplicaModel:
 
     def staffing(self, demand: Demand) -> Staffing | None:
         """How far replicas may be used by such requests; None without requests."""
-        return None if demand.requests <= 0 else _staffing(self, _work(*_lengths(demand)))
+        work = work_of(demand)
+        return None if work is None else _staffing(self, work)
 
     def busy(self, demand: Demand, num_seqs: float) -> float:
         """Share of a full replica's rate that one serves with so many of such requests at once, by Little's law."""
-        if demand.requests <= 0 or num_seqs <= 0:
-            return 0.0
-        return _busy(self, _work(*_lengths(demand)), round(num_seqs, 1))
+        work = work_of(demand)
+        return 0.0 if work is None or num_seqs <= 0 else _busy(self, work, round(num_seqs, 1))
 
     def cost(self, demand: Demand) -> Cost | None:
         """What requests like those of `demand` cost by their tokens, with the targets kept; None without requests.

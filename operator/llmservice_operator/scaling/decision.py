@@ -17,8 +17,9 @@ from llmservice_operator.api.status import AutoscalingStatus
 from llmservice_operator.pods.pod import epoch
 from llmservice_operator.scaling.analysis import analyse, used_slots
 from llmservice_operator.scaling.capacity import ReplicaModel
+from llmservice_operator.scaling.demand import mean
 from llmservice_operator.scaling.feasibility import Feasibility
-from llmservice_operator.scaling.forecast import Forecast, forecast_of, full_replica_per_s
+from llmservice_operator.scaling.forecast import Forecast, forecast_of, work_done
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.limits import Decision, limit
 from llmservice_operator.scaling.load import Held, Load
@@ -127,11 +128,11 @@ def decide(
     policy = replace(policy.for_load(load), down=down)
     counted = policy.counted(load)
     history = history.arrived(now, counted.demand and counted.demand.scaled(1 / load.answered))
-    # Completions are of all lanes, the demand is of those that count: with batch requests they can't be compared.
-    full_per_s = full_replica_per_s(model, history) if counted is load else None
     history = history.measure(now, load.capacity_per_s, load.finished_per_s, load.quiet_s)
-    if full_per_s is not None:
-        history = history.corrected(now, load.full_per_s, load.finished_per_s, full_per_s)
+    # Work is of all lanes, the demand is of those that count: with batch requests they can't be compared.
+    if model is not None and history.demands and counted is load:
+        typical = mean([demand for _, demand in history.demands])
+        history = history.corrected(now, *work_done(load, model, typical))
     forecast = forecast_of(counted, supply, policy, history, model, now)
     if forecast is not None and forecast.is_burst:
         history = replace(history, burst_s=now)

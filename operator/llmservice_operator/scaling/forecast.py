@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmservice_operator.scaling.capacity import ReplicaModel, Staffing, work_of
+from llmservice_operator.scaling.capacity import ReplicaModel, Staffing
 from llmservice_operator.scaling.demand import NO_DEMAND, SAMPLE_S, Cost, Demand, mean
 from llmservice_operator.scaling.history import History
-from llmservice_operator.scaling.load import Load
+from llmservice_operator.scaling.load import ENOUGH_FULL_S, Load
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy
 from llmservice_operator.scaling.supply import Supply
 from llmservice_operator.scaling.trend import Trend, is_burst, is_growing, trend
@@ -17,6 +17,8 @@ from llmservice_operator.scaling.trend import Trend, is_burst, is_growing, trend
 _SETTLED_S = 60.0
 _CAUTION = 1.0
 """Standard deviations by which the demand is taken lower until so many seconds, or the window, were observed."""
+_CERTAIN = 3.0
+"""Standard deviations of what the busiest replica did."""
 MEASURED_STAFFING = Staffing(TARGET_UTILIZATION)
 
 
@@ -143,9 +145,22 @@ def _cost(
     return None if capacity_per_s is None else (Cost(1 / capacity_per_s), "measured", 1.0)
 
 
-def full_replica_per_s(model: ReplicaModel | None, history: History) -> float | None:
-    """Requests per second, of the mean length of late, that the model predicts of a replica with a queue."""
-    if model is None or not history.demands:
-        return None
-    work = work_of(mean([demand for _, demand in history.demands]))
-    return None if work is None else model.full(work).requests_per_s
+def work_done(load: Load, model: ReplicaModel, typical: Demand) -> tuple[float | None, float]:
+    """What replicas did in a second, in seconds that the model gives a full one for it: `History.corrected` takes it.
+
+    Tokens are counted as they are computed: answers may be longer than the window, and requests of another mix than
+    the typical one. The busiest of many replicas did more than it can for long.
+    """
+    cost = replace(model, itl_p99_s=None).cost(typical)
+    if cost is None:
+        return None, 0.0
+    full, certain = [], 0.0
+    for pod in load.pods:
+        if pod.work is None:
+            continue
+        done = cost.replicas(pod.work)
+        if pod.is_full:
+            full.append(done)
+        if pod.work.requests:
+            certain = max(certain, done - _CERTAIN * cost.deviation(pod.work, ENOUGH_FULL_S))
+    return (sum(full) / len(full) if full else None), certain

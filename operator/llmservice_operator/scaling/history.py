@@ -5,7 +5,6 @@ Time is passed in and monotonic, so that setting the wall clock makes nothing ol
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -27,9 +26,6 @@ _CAPACITY_WEIGHT = 0.1
 _LEAST_CORRECTION = 0.2
 """And at most the inverse: beyond that something other than the latency model is wrong."""
 
-_CERTAIN = 3.0
-"""Standard deviations of completions, which are counted over at least 45 seconds."""
-
 Timed = tuple[float, float]
 """(when, requests per second)."""
 
@@ -49,7 +45,7 @@ class History:
     throughput: Timed | None = None
     """The most that one replica finished lately, full or not."""
     correction: Timed | None = None
-    """What full replicas finished against what the latency model predicts of them."""
+    """What full replicas did against what the latency model predicts of them."""
     demands: tuple[tuple[float, Demand], ...] = ()
     """(when, per second) what arrived in the last minutes, by the quarter of a minute."""
     burst_s: float | None = None
@@ -151,19 +147,18 @@ class History:
         correction = _fresh(self.correction, now)
         return 1.0 if correction is None else correction[1]
 
-    def corrected(
-        self, now: float, full_per_s: float | None, finished_per_s: float | None, predicted_per_s: float
-    ) -> History:
-        """Note what replicas finished that were full, against what the latency model predicts of such."""
+    def corrected(self, now: float, full: float | None, certain: float) -> History:
+        """Note what replicas did in a second, in seconds that the latency model gives a full replica for it.
+
+        `full` is the mean of those that were full, None where none was; `certain` what any one surely did.
+        """
         known = self.correction_at(now)
-        if full_per_s is not None:
-            known += _CAPACITY_WEIGHT * (full_per_s / predicted_per_s - known)
+        if full is not None:
+            known += _CAPACITY_WEIGHT * (full - known)
+        elif certain > known:
+            known = certain
         else:
-            # The busiest of many replicas finishes more than it could for long.
-            certain = 0.0 if finished_per_s is None else finished_per_s - _CERTAIN * math.sqrt(finished_per_s) / 7
-            if certain <= known * predicted_per_s:
-                return self
-            known = certain / predicted_per_s
+            return self
         return replace(self, correction=(now, min(max(known, _LEAST_CORRECTION), 1 / _LEAST_CORRECTION)))
 
     def recommended_within(self, window_s: float, now: float) -> list[int]:

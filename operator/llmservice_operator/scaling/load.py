@@ -12,7 +12,9 @@ from llmservice_operator.scaling.demand import NO_DEMAND, SAMPLE_S, Demand
 
 _CERTAIN = 2.0
 """Standard deviations of the share of requests beyond a quantile, which is binomial."""
-_ENOUGH_FULL_S = 45.0
+_EVENLY = 0.8
+"""The running requests of a pod that stays full in one half of the window, as a share of those in the other."""
+ENOUGH_FULL_S = 45.0
 """Time that full pods have to be observed for a reading of their capacity, where requests take longer than that."""
 
 
@@ -56,10 +58,10 @@ class Scrape:
     """How many of `waiting` are in the batch lane."""
     batch_running: float | None = 0.0
     """How many of `running` are; None where the server does not label them by lane."""
+    served: Demand = NO_DEMAND
+    """Requests with a first token, the tokens of their prompts, and those generated, of answers that go on too."""
 
 
-_EVENLY = 0.8
-"""The running requests of a pod that stays full in one half of the window, as a share of those in the other."""
 _ENOUGH_ANSWERED = 30
 """Answers from which on a pod's predictions of others are its own."""
 
@@ -79,6 +81,10 @@ class PodLoad:
     """How many of `waiting` are in the batch lane."""
     batch_running: float | None = 0.0
     """How many of `running` are; None where the server does not report it."""
+    work: Demand | None = None
+    """What it did, per second; None where that was nothing, or was not observed for long enough."""
+    is_full: bool = False
+    """Whether requests waited for it at every scrape of the window, and about as many ran."""
 
     @property
     def in_flight(self) -> float:
@@ -96,8 +102,6 @@ class Load:
     arrivals_per_s: float | None = None
     capacity_per_s: float | None = None
     """Requests that one replica finishes while it is full: measured over all time in which one had a queue."""
-    full_per_s: float | None = None
-    """The same of replicas that were evenly full over the whole window, so that as much was finished as begun."""
     finished_per_s: float | None = None
     """Requests that the busiest replica finished, full or not; None where no pod was observed for long enough."""
     ttft_p50_s: float | None = None
@@ -183,11 +187,10 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
     demand, batch_demand = _demand([_last(scrapes, SAMPLE_S) for scrapes in read.values()], to_compute)
     return Load(
         source=source,
-        pods=tuple(_now(name, scrapes[-1]) for name, scrapes in read.items()),
+        pods=tuple(_pod(name, scrapes, to_compute) for name, scrapes in read.items()),
         missing=tuple(name for name in wanted if name not in read),
         arrivals_per_s=_arrivals(read.values()),
         capacity_per_s=_capacity(read.values()),
-        full_per_s=_mean([_full_throughout(one) for one in read.values()]),
         finished_per_s=max((rate for one in read.values() if (rate := _finished(one)) is not None), default=None),
         ttft_p50_s=quantile(0.5, buckets),
         ttft_p99_s=quantile(0.99, buckets),
@@ -231,8 +234,29 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _now(name: str, scrape: Scrape) -> PodLoad:
-    return PodLoad(name, scrape.running, scrape.waiting, scrape.kv_usage, scrape.batch_waiting, scrape.batch_running)
+def _pod(name: str, scrapes: Sequence[Scrape], to_compute: float) -> PodLoad:
+    now, elapsed_s = scrapes[-1], _elapsed_s(scrapes)
+    served = _growth([scrape.served for scrape in scrapes])
+    return PodLoad(
+        name,
+        now.running,
+        now.waiting,
+        now.kv_usage,
+        now.batch_waiting,
+        now.batch_running,
+        work=served.per_s(elapsed_s, to_compute) if served.output_tokens and elapsed_s >= ENOUGH_FULL_S else None,
+        is_full=_is_full(scrapes),
+    )
+
+
+def _is_full(scrapes: Sequence[Scrape]) -> bool:
+    """Throughout, and evenly: while a pod fills up, more requests begin than end, and those cost it less than others.
+
+    Of requests that fill the KV cache few run at once, and now these, now those: halves of the time are compared.
+    """
+    halves = scrapes[: len(scrapes) // 2], scrapes[len(scrapes) // 2 :]
+    earlier, later = (sum(scrape.running for scrape in half) / max(1, len(half)) for half in halves)
+    return all(scrape.waiting >= 1 for scrape in scrapes) and min(earlier, later) >= _EVENLY * max(earlier, later)
 
 
 def _arrivals(histories: Collection[Sequence[Scrape]]) -> float | None:
@@ -268,25 +292,14 @@ def _capacity(histories: Iterable[Sequence[Scrape]]) -> float | None:
         full_s, longest_s = full_s + time_s, max(longest_s, time_s)
         finished += sum(increase([before.answered, after.answered]) for before, after in pairs)
         at_once += sum(after.running for _, after in pairs) / len(pairs)
-    enough = finished >= at_once or longest_s >= _ENOUGH_FULL_S
+    enough = finished >= at_once or longest_s >= ENOUGH_FULL_S
     return finished / full_s if finished and enough else None
-
-
-def _full_throughout(scrapes: Sequence[Scrape]) -> float | None:
-    """A pod that fills up runs more requests than it finishes, so none of that is counted.
-
-    Of requests that fill the KV cache few run at once, and now these, now those: halves of the time are compared.
-    """
-    halves = scrapes[: len(scrapes) // 2], scrapes[len(scrapes) // 2 :]
-    earlier, later = (sum(scrape.running for scrape in half) / max(1, len(half)) for half in halves)
-    is_full = all(scrape.waiting >= 1 for scrape in scrapes) and min(earlier, later) >= _EVENLY * max(earlier, later)
-    return _finished(scrapes) if is_full else None
 
 
 def _finished(scrapes: Sequence[Scrape]) -> float | None:
     """What was aborted or failed is no work: it may not even have begun."""
     elapsed_s = _elapsed_s(scrapes)
-    return increase([scrape.answered for scrape in scrapes]) / elapsed_s if elapsed_s >= _ENOUGH_FULL_S else None
+    return increase([scrape.answered for scrape in scrapes]) / elapsed_s if elapsed_s >= ENOUGH_FULL_S else None
 
 
 def _elapsed_s(scrapes: Sequence[Scrape]) -> float:

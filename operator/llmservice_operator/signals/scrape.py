@@ -17,12 +17,14 @@ from llmservice_operator.monitoring.promql import (
     CACHE_QUERIES,
     EMBEDDED,
     FINISHED,
+    GENERATED_TOKENS,
     KERNEL_FALLBACK,
     KV_BLOCKS,
     KV_USAGE,
     MEMORY,
     MODEL_INFO,
     PROMPT_BUCKET,
+    PROMPT_TOKENS,
     REJECTED,
     RUNNING,
     TTFT_BUCKET,
@@ -34,6 +36,7 @@ from llmservice_operator.scaling.load import Scrape
 SERIES = (
     *(RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED),
     *(ARRIVED, ARRIVED_PROMPT_TOKENS, ARRIVED_OUTPUT_TOKENS, CACHE_HITS, CACHE_QUERIES),
+    *(PROMPT_TOKENS, GENERATED_TOKENS),
     *(EMBEDDED, TTFT_BUCKET, PROMPT_BUCKET, KV_BLOCKS, MEMORY, KERNEL_FALLBACK, MODEL_INFO),
 )
 
@@ -107,6 +110,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
                 lanes[name] += value if labels["lane"] == BATCH else 0.0
     if RUNNING not in totals:
         raise ScrapeError(f"{RUNNING} is missing: expected the metrics of llmservice serve")
+    first_tokens = max(buckets[TTFT_BUCKET].values(), default=0.0)
     return Scrape(
         time_s=time_s,
         running=totals[RUNNING],
@@ -129,6 +133,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         fallbacks=tuple(sorted(fallbacks)),
         batch_waiting=lanes[WAITING],
         batch_running=lanes.get(RUNNING, None if totals[RUNNING] else 0.0),
+        served=Demand(first_tokens, totals[PROMPT_TOKENS], totals[GENERATED_TOKENS]),
     )
 
 

@@ -46,6 +46,16 @@ def test_the_capacity_is_no_lower_than_what_a_replica_finished() -> None:
     assert shown.capacity_per_s(NOW + 10) == pytest.approx(0.9)
 
 
+def test_the_correction_follows_full_replicas_and_is_no_lower_than_what_one_surely_did() -> None:
+    history = History().corrected(NOW, 0.5, 0.3)
+    assert history.correction_at(NOW) == pytest.approx(0.95)
+
+    assert history.corrected(NOW, None, 0.9) is history
+    assert history.corrected(NOW, None, 1.2).correction_at(NOW) == pytest.approx(1.2)
+    assert history.corrected(NOW, None, 9.0).correction_at(NOW) == pytest.approx(5.0)
+    assert history.correction_at(NOW + CAPACITY_KEEP_S + 1) == 1.0
+
+
 def test_a_capacity_is_forgotten_after_an_hour() -> None:
     history = History().measure(NOW, 1.0)
 

@@ -116,27 +116,37 @@ def test_what_is_aborted_has_left_and_is_no_work() -> None:
 
     assert load is not None
     assert load.arrivals_per_s == pytest.approx(13 / 5)
-    assert load.capacity_per_s == load.full_per_s == load.finished_per_s == pytest.approx(3 / 5)
+    assert load.capacity_per_s == load.finished_per_s == pytest.approx(3 / 5)
 
 
 @pytest.mark.parametrize(
-    ("running", "waiting", "full_per_s"),
+    ("running", "waiting", "is_full"),
     [
-        pytest.param([20, 14, 22, 17, 19, 15], 3, 2.0, id="full, of requests that fill the cache"),
-        pytest.param([2, 6, 10, 14, 18, 20], 3, None, id="it fills up"),
-        pytest.param([20, 14, 22, 17, 19, 15], 0, None, id="without a queue"),
+        pytest.param([20, 14, 22, 17, 19, 15], 3, True, id="full, of requests that fill the cache"),
+        pytest.param([2, 6, 10, 14, 18, 20], 3, False, id="it fills up"),
+        pytest.param([20, 14, 22, 17, 19, 15], 0, False, id="without a queue"),
     ],
 )
-def test_what_a_full_pod_finishes_is_measured_where_it_is_full_throughout(
-    running: list[int], waiting: float, full_per_s: float | None
+def test_a_pod_is_full_that_has_a_queue_throughout_and_runs_as_many_as_before(
+    running: list[int], waiting: float, is_full: bool
 ) -> None:
-    scrapes = [
-        scrape(10.0 * number, running=each, waiting=waiting, finished=20.0 * number)
-        for number, each in enumerate(running)
-    ]
+    scrapes = [scrape(10.0 * number, running=each, waiting=waiting) for number, each in enumerate(running)]
     load = load_of({"a": scrapes}, ["a"], "pods")
     assert load is not None
-    assert load.full_per_s == full_per_s
+    assert [pod.is_full for pod in load.pods] == [is_full]
+
+
+def test_the_work_of_a_pod_is_counted_in_tokens_and_known_after_45_seconds() -> None:
+    """Cached tokens of prompts are apart. A server that does not count tokens has no work, nor has one that hangs."""
+    busy = [
+        scrape(at_s, served=Demand(0.1 * at_s, 100 * at_s, 400 * at_s), cache_hits=at_s, cache_queries=4 * at_s)
+        for at_s in (0, 20, 40, 50)
+    ]
+    silent = [scrape(at_s, running=9, waiting=1) for at_s in (0, 20, 40, 50)]
+
+    loads = [load_of({"a": pod}, ["a"], "pods") for pod in (busy[:3], busy, silent)]
+
+    assert [load.pods[0].work for load in loads if load] == [None, pytest.approx(Demand(0.1, 75, 400, 25)), None]
 
 
 def test_a_batch_request_anywhere_in_the_window_is_noted() -> None:

@@ -56,6 +56,8 @@ llmservice_arrived_prompt_tokens_total{lane="interactive"} 700
 llmservice_arrived_output_tokens_total{lane="interactive"} 140.5
 llmservice_prefix_cache_hits_total 300
 llmservice_prefix_cache_queries_total 900
+llmservice_prompt_tokens_total 650
+llmservice_generation_tokens_total 90
 llmservice_request_prompt_tokens_bucket{le="128"} 6
 llmservice_request_prompt_tokens_bucket{le="+Inf"} 7
 """
@@ -64,6 +66,7 @@ llmservice_request_prompt_tokens_bucket{le="+Inf"} 7
     assert scrape.arrived == Demand(9, 700, 140.5)
     assert scrape.batch_arrived == Demand(2, 0, 0)
     assert (scrape.cache_hits, scrape.cache_queries) == (300, 900)
+    assert scrape.served == Demand(12, 650, 90)
     assert scrape.prompt_buckets == ((128, 6), (math.inf, 7))
     assert parse_exposition(EXPOSITION, 0.0).arrived is None
 
