@@ -90,15 +90,19 @@ def check_typed(applied: Object, schema: Schema) -> None:
 _EXPECTED = {"array": "list", "object": "map", "integer": "numeric (int or float)", "number": "numeric (int or float)"}
 
 
-def _untyped(value: Any, schema: Schema, path: str) -> Iterator[str]:
-    """The fields that the schema lacks, the values of another type, and the items with the same key."""
+def _untyped(value: Any, schema: Schema, path: str, *, is_open: bool = False) -> Iterator[str]:
+    """The fields that the schema lacks, the values of another type, and the items with the same key.
+
+    Below a schema that preserves unknown fields (`is_open`), no field is unknown.
+    """
+    is_open = is_open or bool(schema.get("x-kubernetes-preserve-unknown-fields"))
     if wanted := mistyped(value, schema):
         yield f"{path}: expected {_EXPECTED.get(wanted, wanted)}, got {json_type(value)}"
     elif isinstance(value, dict):
         for name, child in value.items():
             at = f"{path}.{name}"
-            if declares(schema, name):
-                yield from _untyped(child, field_schema(schema, name), at)
+            if is_open or declares(schema, name):
+                yield from _untyped(child, field_schema(schema, name), at, is_open=is_open)
             else:
                 yield f"{at}: field not declared in schema"
     elif isinstance(value, list):
@@ -112,7 +116,7 @@ def _untyped(value: Any, schema: Schema, path: str) -> Iterator[str]:
             if key in seen:
                 yield f"{path}: duplicate entries for key {key}"
             seen.add(key)
-            yield from _untyped(item, below, path + key)
+            yield from _untyped(item, below, path + key, is_open=is_open)
 
 
 def is_item_key(path: Path) -> bool:

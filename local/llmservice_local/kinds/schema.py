@@ -20,6 +20,7 @@ Schema = Mapping[str, Any]
 ANY: Schema = {"x-kubernetes-preserve-unknown-fields": True}
 """The schema of a value without one: maps merge by key, lists are replaced."""
 
+_METADATA_PARENTS = ("apiVersion", "kind", "metadata")
 _KEY_DEFAULTS = {"protocol": "TCP"}  # the only optional key of a built-in list
 
 
@@ -34,10 +35,11 @@ def field_schema(schema: Schema, name: str) -> Schema:
 
 
 def declares(schema: Schema, name: str) -> bool:
-    """Whether an object may have the field."""
-    if schema.get("x-kubernetes-preserve-unknown-fields"):
+    """Whether an object may have the field; one without properties may have any, which are pruned."""
+    if schema.get("x-kubernetes-embedded-resource") and name in _METADATA_PARENTS:
         return True
-    return name in (schema.get("properties") or {}) or bool(schema.get("additionalProperties"))
+    properties = schema.get("properties")
+    return not properties or name in properties
 
 
 def item_schema(schema: Schema) -> Schema:
@@ -77,9 +79,6 @@ def item_key(item: Any, keys: Sequence[str], schema: Schema = ANY) -> str:
 
 def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-_METADATA_PARENTS = ("apiVersion", "kind", "metadata")
 
 
 def with_defaults(value: Any, schema: Schema) -> Any:

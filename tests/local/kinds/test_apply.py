@@ -216,3 +216,22 @@ def test_an_apply_of_values_of_other_types_is_the_servers_error(container: dict[
 def test_an_apply_takes_quantities_as_text_and_as_numbers(amount: Any) -> None:
     container = {"name": "a", "resources": {"requests": {"cpu": amount}}}
     check_typed({"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, container, app="web")}, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "x-kubernetes-embedded-resource": True, "properties": {"spec": {"type": "object"}}},
+        {
+            "type": "object",
+            "x-kubernetes-preserve-unknown-fields": True,
+            "properties": {"metadata": {"type": "object", "properties": {"labels": {"type": "object"}}}},
+        },
+    ],
+    ids=["without properties", "embedded", "below unknown fields"],
+)
+def test_an_apply_takes_fields_that_a_definition_leaves_open(schema: dict[str, Any]) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": {}}
+    thing = {"apiVersion": "example.com/v1", "kind": "Thing", "metadata": {"name": "t"}, "spec": pod}
+    check_typed(thing, {"type": "object", "properties": {**{name: {} for name in thing}, "spec": schema}})
