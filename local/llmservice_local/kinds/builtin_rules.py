@@ -38,12 +38,12 @@ def validate_builtin(kind: str, obj: Object, old: Object | None) -> Iterator[Fie
 
 
 def _with_defaults(obj: Object | None, **defaults: Any) -> Object:
-    """The object with these values for absent fields; a nested dict has the defaults of a nested object."""
+    """The object with these values for absent and empty fields; a nested dict has the defaults of a nested object."""
     result = dict(obj or {})
     for name, value in defaults.items():
         if isinstance(value, dict) and value:
             result[name] = _with_defaults(result.get(name), **value)
-        elif result.get(name) is None:
+        elif result.get(name) in (None, ""):
             result[name] = value
     return result
 
@@ -192,17 +192,29 @@ def _check_deployment(obj: Object, old: Object | None) -> Iterator[FieldError]:
 def _check_pod(obj: Object, old: Object | None) -> Iterator[FieldError]:
     if old is None:
         yield from _check_pod_spec(obj["spec"], "spec")
-    elif _fixed(obj["spec"]) != _fixed(old["spec"]):
+    elif not old["spec"].get("schedulingGates") and _fixed(obj["spec"]) != _fixed(old["spec"]):
         why = "Forbidden: pod updates may not change fields other than"
         yield FieldError("spec", "FieldValueForbidden", f"{why} {', '.join(f'`spec.{name}`' for name in _CHANGEABLE)}")
 
 
-def _fixed(spec: Object) -> Object:
+def _fixed(spec: Object) -> Any:
     """The part of a pod's spec that never changes."""
     kept = {name: value for name, value in spec.items() if name not in _CHANGEABLE}
     for field in ("containers", "initContainers"):
         kept[field] = [{**container, "image": ""} for container in spec.get(field) or []]
-    return kept
+    return _canonical(kept)
+
+
+def _canonical(value: Any, name: str = "") -> Any:
+    """The value without empty fields and with quantities as numbers: clients in Go write both in their own form."""
+    if isinstance(value, list):
+        return [_canonical(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if name in {"limits", "requests"}:
+        return {resource: amount(quantity) for resource, quantity in value.items()}
+    found = {field: _canonical(item, field) for field, item in value.items()}
+    return {field: item for field, item in found.items() if item not in (None, "", False, [], {})}
 
 
 def _check_pod_spec(spec: Object, path: str) -> Iterator[FieldError]:

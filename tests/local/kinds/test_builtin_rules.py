@@ -112,6 +112,31 @@ def test_only_images_tolerations_and_times_of_a_pod_change() -> None:
     assert str(error).startswith("spec: Forbidden: pod updates may not change fields other than")
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"volumes": [], "nodeSelector": {}, "hostNetwork": False}),
+        (template(env=[])["spec"], template()["spec"]),
+        (
+            template(resources={"requests": {"cpu": "1000m", "memory": "1024Mi"}})["spec"],
+            template(resources={"requests": {"cpu": 1, "memory": "1Gi"}})["spec"],
+        ),
+        ({"schedulingGates": [{"name": "a/b"}]}, {"nodeSelector": {"a": "b"}}),
+    ],
+)
+def test_pod_in_the_form_of_another_client_is_no_change(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """What is empty may be left out, a quantity has many forms, and a gated pod waits for its change."""
+    old, new = (default_builtin("Pod", {"spec": {**template()["spec"], **spec}}) for spec in (before, after))
+    assert list(validate_builtin("Pod", new, old)) == []
+
+
+def test_empty_text_has_the_default() -> None:
+    made = default_builtin("Deployment", deployment(strategy={"type": ""}, template=template(imagePullPolicy="")))
+    pod = default_builtin("Pod", {"spec": {**template()["spec"], "restartPolicy": ""}})
+    assert (made["spec"]["strategy"]["type"], pod["spec"]["restartPolicy"]) == ("RollingUpdate", "Always")
+    assert [*validate_builtin("Deployment", made, None), *validate_builtin("Pod", pod, None)] == []
+
+
 @pytest.mark.parametrize("name", ["qwen2.5", "a" * 64, "A"])
 def test_service_has_the_name_of_a_host(name: str) -> None:
     service = {"metadata": {"name": name}, "spec": {"ports": [{"port": 80}]}}
