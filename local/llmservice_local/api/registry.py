@@ -11,12 +11,12 @@ from typing import Any
 
 from llmservice_local.api.store import Store
 from llmservice_local.errors import ApiError, FieldError, already_exists, bad_request, conflict, invalid, not_found
-from llmservice_local.kinds.apply import Manager, apply, check_typed, owners_after_update, read_owners, with_owners
+from llmservice_local.kinds.apply import Manager, apply, owners_after_update, read_owners, typed, with_owners
 from llmservice_local.kinds.builtin_rules import exceeded_quota
 from llmservice_local.kinds.catalogue import Kind, Kinds, scale_of, scaled
 from llmservice_local.kinds.crd import CLEANUP_FINALIZER, established, kinds_of
 from llmservice_local.kinds.patch import json_patch, merge_patch, strategic_merge_patch
-from llmservice_local.kinds.schema import bad_quantity
+from llmservice_local.kinds.schema import with_quantities
 from llmservice_local.kinds.strategy import (
     Strategy,
     carried_over,
@@ -249,9 +249,8 @@ class Registry:
         live = self.store.get(kind.collection, namespace, name)
         if live is None and subresource:
             raise not_found(kind.plural, kind.group, name)
-        body = identified(kind, namespace, name, body)
         strategy = self.strategy(kind)
-        check_typed(body, strategy.schema)
+        body = typed(identified(kind, namespace, name, body), strategy.schema)
         refuse_unknown(kind, strategy.decode(body)[1], options.field_validation)
         reserved = {"status"} if kind.has_status and subresource != "status" else set()
         if subresource == "status":
@@ -328,8 +327,11 @@ class Registry:
         self, kind: Kind, namespace: str, name: str, obj: Object, options: WriteOptions
     ) -> tuple[Object, list[str]]:
         obj = identified(kind, namespace, name, obj)
-        if why := bad_quantity(obj, self.strategy(kind).schema):
-            raise bad_request(f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: {why}')
+        try:
+            obj = with_quantities(obj, self.strategy(kind).schema)
+        except ValueError as error:
+            what = f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}'
+            raise bad_request(f"{what}: {error}") from error
         decoded, unknown = self.strategy(kind).decode(obj)
         warnings = refuse_unknown(kind, unknown, options.field_validation)
         if kind.group == "events.k8s.io":

@@ -18,7 +18,6 @@ from typing import Any
 from llmservice_local.errors import ApiError
 from llmservice_local.kinds.schema import (
     Schema,
-    bad_quantity,
     canonical,
     declares,
     field_schema,
@@ -29,6 +28,7 @@ from llmservice_local.kinds.schema import (
     json_type,
     map_keys,
     mistyped,
+    with_quantities,
 )
 from llmservice_local.objects import Object
 
@@ -71,20 +71,21 @@ def from_fields_v1(fields: Mapping[str, Any], prefix: Path = ()) -> Iterator[Pat
             yield from from_fields_v1(below, (*prefix, step))
 
 
-def check_typed(applied: Object, schema: Schema) -> None:
-    """Raise the API server's error for what is not of the schema's types: it has status 500."""
+def typed(applied: Object, schema: Schema) -> Object:
+    """The object with quantities as text. Raises the API server's error for other types: it has status 500."""
     errors = list(_untyped(applied, schema, ""))
     metadata = applied["metadata"]
     name = "/".join(filter(None, (metadata.get("namespace"), metadata["name"])))
     kind = f"{applied['apiVersion']}, Kind={applied['kind']}"
     what = f"{name}; {kind}"
-    if not errors:
-        if why := bad_quantity(applied, schema):
-            unconverted = f"unable to convert unstructured object to {kind}: {why}"
-            raise ApiError(500, "", f"failed to convert new object ({what}) to proper version: {unconverted}")
-        return
-    listed = errors[0] if len(errors) == 1 else "\n".join(["errors:", *(f"  {error}" for error in errors)])
-    raise ApiError(500, "", f"failed to create typed patch object ({what}): {listed}")
+    if errors:
+        listed = errors[0] if len(errors) == 1 else "\n".join(["errors:", *(f"  {error}" for error in errors)])
+        raise ApiError(500, "", f"failed to create typed patch object ({what}): {listed}")
+    try:
+        return dict(with_quantities(applied, schema))
+    except ValueError as error:
+        unconverted = f"unable to convert unstructured object to {kind}: {error}"
+        raise ApiError(500, "", f"failed to convert new object ({what}) to proper version: {unconverted}") from error
 
 
 _EXPECTED = {"array": "list", "object": "map", "integer": "numeric (int or float)", "number": "numeric (int or float)"}

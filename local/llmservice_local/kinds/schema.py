@@ -173,8 +173,6 @@ def _wrong_type(value: Any, schema: Schema, path: str) -> FieldError | None:
     if schema.get("x-kubernetes-int-or-string"):
         if isinstance(value, int | str) and not isinstance(value, bool):
             return None
-        if isinstance(value, float) and schema.get("format") == "quantity":
-            return None
         return _invalid(path, value, f"{path} in body must be of type integer or string")
     wanted = schema.get("type")
     if wanted is None or _FITS.get(wanted, _anything)(value):
@@ -267,20 +265,21 @@ def mistyped(value: Any, schema: Schema) -> str | None:
     return None if value is None or wanted is None or _FITS.get(wanted, _anything)(value) else wanted
 
 
-def bad_quantity(value: Any, schema: Schema) -> str:
-    """Why a text within is no quantity, where the schema has one; empty if all are."""
+def with_quantities(value: Any, schema: Schema) -> Any:
+    """The value with its quantities as text, as clients expect them; raises ValueError where a text is no quantity."""
     if schema is ANY:
-        return ""
+        return value
     if isinstance(value, dict):
-        return next(filter(None, (bad_quantity(item, field_schema(schema, name)) for name, item in value.items())), "")
+        return {name: with_quantities(item, field_schema(schema, name)) for name, item in value.items()}
     if isinstance(value, list):
-        return next(filter(None, (bad_quantity(item, item_schema(schema)) for item in value)), "")
-    if schema.get("format") == "quantity" and isinstance(value, str):
-        try:
-            amount(value)
-        except ValueError:
-            return "unable to parse quantity's suffix" if _QUANTITY.search(value) else _BAD_QUANTITY
-    return ""
+        return [with_quantities(item, item_schema(schema)) for item in value]
+    if schema.get("format") != "quantity" or isinstance(value, bool) or not isinstance(value, str | int | float):
+        return value
+    try:
+        amount(text := str(value))
+    except ValueError as error:
+        raise ValueError("unable to parse quantity's suffix" if _QUANTITY.search(text) else _BAD_QUANTITY) from error
+    return text
 
 
 def json_type(value: Any) -> str:

@@ -9,11 +9,11 @@ from llmservice_local.kinds.apply import (
     Manager,
     Owners,
     apply,
-    check_typed,
     fields_of,
     from_fields_v1,
     owners_after_update,
     to_fields_v1,
+    typed,
 )
 from llmservice_local.kinds.builtin_schema import builtin_schema
 
@@ -173,7 +173,7 @@ def test_an_apply_of_unknown_fields_and_of_two_items_with_one_key_is_the_servers
     applied = {"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, container, app="web")}
 
     with pytest.raises(ApiError) as refused:
-        check_typed(applied, SCHEMA)
+        typed(applied, SCHEMA)
 
     at = '.spec.template.spec.containers[name="a"]'
     assert refused.value.code == 500
@@ -204,7 +204,7 @@ def test_an_apply_of_values_of_other_types_is_the_servers_error(container: dict[
     applied = {"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, {"name": "a", **container}, app="web")}
 
     with pytest.raises(ApiError) as refused:
-        check_typed(applied, SCHEMA)
+        typed(applied, SCHEMA)
 
     assert refused.value.code == 500
     assert says.format(kind="apps/v1, Kind=Deployment", at='.spec.template.spec.containers[name="a"]') in str(
@@ -212,10 +212,13 @@ def test_an_apply_of_values_of_other_types_is_the_servers_error(container: dict[
     )
 
 
-@pytest.mark.parametrize("amount", [1, "1", "500m", "1.5Gi", "1e3"])
+@pytest.mark.parametrize("amount", [1, 0.5, "1", "500m", "1.5Gi", "1e3"])
 def test_an_apply_takes_quantities_as_text_and_as_numbers(amount: Any) -> None:
-    container = {"name": "a", "resources": {"requests": {"cpu": amount}}}
-    check_typed({"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, container, app="web")}, SCHEMA)
+    def applied(cpu: Any) -> dict[str, Any]:
+        container = {"name": "a", "resources": {"requests": {"cpu": cpu}}}
+        return {"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, container, app="web")}
+
+    assert typed(applied(amount), SCHEMA) == applied(str(amount))
 
 
 @pytest.mark.parametrize(
@@ -234,4 +237,4 @@ def test_an_apply_takes_quantities_as_text_and_as_numbers(amount: Any) -> None:
 def test_an_apply_takes_fields_that_a_definition_leaves_open(schema: dict[str, Any]) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": {}}
     thing = {"apiVersion": "example.com/v1", "kind": "Thing", "metadata": {"name": "t"}, "spec": pod}
-    check_typed(thing, {"type": "object", "properties": {**{name: {} for name in thing}, "spec": schema}})
+    typed(thing, {"type": "object", "properties": {**{name: {} for name in thing}, "spec": schema}})

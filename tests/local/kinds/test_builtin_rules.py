@@ -4,6 +4,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from kubernetes.client.models import V1Pod
 
 from llmservice_local.api.registry import Registry, WriteOptions
 from llmservice_local.errors import ApiError
@@ -262,3 +263,4 @@ def test_request_may_be_a_fraction_without_quotes() -> None:
     wanted = pod() | {"spec": {"containers": [{"name": "c", "image": "i", "resources": {"requests": {"cpu": 0.5}}}]}}
     made = registry.create(registry.kinds.find("", "v1", "pods"), "default", wanted, WriteOptions()).obj
     assert requests_of(made)["cpu"] == Fraction(1, 2)
+    V1Pod.from_dict(made)  # its model has text only
