@@ -178,7 +178,7 @@ class Guard:
         """
         sender = self._tokens.bearer(request.headers.get("Authorization"))
         user = request.headers.get("Impersonate-User")
-        if user is None:
+        if not user:
             return sender
         if sender is not None:
             cannot = f'User "{sender.user}" cannot impersonate resource "users" in API group "" at the cluster scope'
@@ -186,7 +186,7 @@ class Guard:
         match user.split(":"):
             case ["system", "serviceaccount", namespace, name]:
                 return Account(namespace, name)
-        expected = "the emulated API knows system:serviceaccount:NAMESPACE:NAME and the administrator"
+        expected = "the emulated API can only impersonate system:serviceaccount:NAMESPACE:NAME"
         raise ApiError(403, "Forbidden", f'users "{user}" is forbidden: {expected}')
 
     def admit(self, account: Account, request: web.Request, target: Target) -> None:
