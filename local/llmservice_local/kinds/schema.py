@@ -276,7 +276,7 @@ def with_quantities(value: Any, schema: Schema) -> Any:
     if schema.get("format") != "quantity" or isinstance(value, bool) or not isinstance(value, str | int | float):
         return value
     try:
-        amount(text := str(value))
+        amount(text := str(value).strip())
     except ValueError as error:
         raise ValueError("unable to parse quantity's suffix" if _QUANTITY.search(text) else _BAD_QUANTITY) from error
     return text

@@ -212,13 +212,13 @@ def test_an_apply_of_values_of_other_types_is_the_servers_error(container: dict[
     )
 
 
-@pytest.mark.parametrize("amount", [1, 0.5, "1", "500m", "1.5Gi", "1e3"])
+@pytest.mark.parametrize("amount", [1, 0.5, "1", "500m", "1.5Gi", "1e3", "1Gi\n"])
 def test_an_apply_takes_quantities_as_text_and_as_numbers(amount: Any) -> None:
     def applied(cpu: Any) -> dict[str, Any]:
         container = {"name": "a", "resources": {"requests": {"cpu": cpu}}}
         return {"apiVersion": "apps/v1", "kind": "Deployment", **deployment(1, container, app="web")}
 
-    assert typed(applied(amount), SCHEMA) == applied(str(amount))
+    assert typed(applied(amount), SCHEMA) == applied(str(amount).strip())
 
 
 @pytest.mark.parametrize(
