@@ -182,8 +182,8 @@ def _check_deployment(obj: Object, old: Object | None) -> Iterator[FieldError]:
     elif strategy["type"] == "Recreate" and rolling:
         why = "Forbidden: may not be specified when strategy `type` is 'Recreate'"
         yield FieldError(path, "FieldValueForbidden", why)
-    for name in ("maxSurge", "maxUnavailable"):
-        yield from check_bound(rolling.get(name), f"{path}.{name}")
+    yield from check_bound(rolling.get("maxSurge"), f"{path}.maxSurge", most=None)
+    yield from check_bound(rolling.get("maxUnavailable"), f"{path}.maxUnavailable")
     if rolling.get("maxSurge") in _NONE and rolling.get("maxUnavailable") in _NONE:
         why = "Invalid value: 0: may not be 0 when `maxSurge` is 0"
         yield FieldError(f"{path}.maxUnavailable", "FieldValueInvalid", why)
@@ -281,7 +281,7 @@ def _check_data(obj: Object, old: Object | None) -> Iterator[FieldError]:
     """Check the keys of a ConfigMap or Secret, which become names of files."""
     del old
     for key in obj.get("data") or {}:
-        if not _KEY.fullmatch(key) or key.startswith(".."):
+        if not _KEY.fullmatch(key):
             why = "a valid config key must consist of alphanumeric characters, '-', '_' or '.'"
             yield FieldError(f"data[{key}]", "FieldValueInvalid", f'Invalid value: "{key}": {why}')
 
@@ -303,7 +303,7 @@ _CHANGEABLE = (
 )  # fmt: skip
 _HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc"}
 _ENV_NAME = re.compile(r"[ -<>-~]+")
-_KEY = re.compile(r"(?!\.\Z)[-._a-zA-Z0-9]{1,253}")
+_KEY = re.compile(r"(?!\.\.|\.\Z)[-._a-zA-Z0-9]{1,253}")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _LABEL_RULE = (
     "a lowercase RFC 1123 label must consist of at most 63 lower case alphanumeric characters or '-', and must start "

@@ -48,15 +48,17 @@ def check_disruption_budget(obj: Object, old: Object | None) -> Iterator[FieldEr
         yield from _check_supported(policy, _EVICTION_POLICIES, "spec.unhealthyPodEvictionPolicy")
 
 
-def check_bound(value: int | str | None, path: str) -> Iterator[FieldError]:
-    """Check a number of pods or a percentage of them."""
+def check_bound(value: int | str | None, path: str, most: int | None = 100) -> Iterator[FieldError]:
+    """Check a number of pods or a percentage of them, of at most `most`."""
+    why = ""
     if isinstance(value, int) and value < 0:
-        yield FieldError(path, "FieldValueInvalid", f"Invalid value: {value}: must be greater than or equal to 0")
-    if isinstance(value, str) and not _PERCENT.fullmatch(value):
-        why = f"Invalid value: \"{value}\": a valid percent string must be a numeric string followed by an ending '%'"
-        yield FieldError(path, "FieldValueInvalid", why)
-    elif isinstance(value, str) and int(value[:-1]) > 100 and not path.endswith("maxSurge"):
-        yield FieldError(path, "FieldValueInvalid", f'Invalid value: "{value}": must not be greater than 100%')
+        why = f"{value}: must be greater than or equal to 0"
+    elif isinstance(value, str) and not _PERCENT.fullmatch(value):
+        why = f"\"{value}\": a valid percent string must be a numeric string followed by an ending '%'"
+    elif isinstance(value, str) and most is not None and int(value[:-1]) > most:
+        why = f'"{value}": must not be greater than {most}%'
+    if why:
+        yield FieldError(path, "FieldValueInvalid", f"Invalid value: {why}")
 
 
 def _with_protocols(rule: Object) -> Object:
