@@ -62,6 +62,7 @@ _ATOMIC_MAPS = {
 _ATOMIC_FIELDS = {("V1ServiceSpec", "selector"), ("V1PodSpec", "nodeSelector")}
 _INT_OR_STRING = {"targetPort", "maxSurge", "maxUnavailable", "minAvailable", "port"}
 _QUANTITY: Schema = {"x-kubernetes-int-or-string": True, "format": "quantity"}
+_QUANTITIES = {"averageValue", "divisor", "sizeLimit"}
 _QUANTITY_MAPS = {"limits", "requests", "capacity", "allocatable", "hard", "used"}
 _OPAQUE = {"V1JSONSchemaProps", "V1ManagedFieldsEntry"}  # the first is recursive, the second is set by the server
 
@@ -95,7 +96,7 @@ def builtin_schema(model: str) -> Schema:
 def _field(model: str, name: str, declared: str) -> Schema:
     if declared == "object" and name in _INT_OR_STRING:
         return {"x-kubernetes-int-or-string": True}
-    if name == "sizeLimit":
+    if name in _QUANTITIES or (name == "value" and model.startswith("V2Metric")):
         return _QUANTITY
     schema = _typed(declared)
     if name in _QUANTITY_MAPS and declared == "Dict[str, str]":

@@ -258,9 +258,11 @@ def test_request_that_is_no_quantity_is_refused(quantity: str, why: str) -> None
     assert refused.value.code == 400
 
 
-def test_request_may_be_a_fraction_without_quotes() -> None:
+def test_quantity_may_be_a_number_without_quotes() -> None:
     registry = Registry()
-    wanted = pod() | {"spec": {"containers": [{"name": "c", "image": "i", "resources": {"requests": {"cpu": 0.5}}}]}}
+    variable = {"name": "A", "valueFrom": {"resourceFieldRef": {"resource": "requests.cpu", "divisor": 1}}}
+    container = {"name": "c", "image": "i", "resources": {"requests": {"cpu": 0.5}}, "env": [variable]}
+    wanted = pod() | {"spec": {"containers": [container]}}
     made = registry.create(registry.kinds.find("", "v1", "pods"), "default", wanted, WriteOptions()).obj
     assert requests_of(made)["cpu"] == Fraction(1, 2)
     V1Pod.from_dict(made)  # its model has text only
