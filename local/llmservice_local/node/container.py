@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -134,7 +135,11 @@ class Container:
         env = self._launch.env if self._launch is not None else {}
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, env=env, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+                *command,
+                env=env,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
             )
         except OSError as error:
             return probe.Outcome(False, f"command {command[0]!r} cannot be run: {error.strerror}")
@@ -145,7 +150,8 @@ class Container:
             return probe.Outcome(False, f"command timed out after {timeout_s:g} s")
         finally:  # also where the container ends meanwhile
             if process.returncode is None:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with what it has started
                 await process.wait()
         return probe.Outcome(code == 0, f"command exited with {code}" if code else "")
 
