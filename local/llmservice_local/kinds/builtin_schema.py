@@ -46,6 +46,13 @@ _LIST_MAPS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("V1ValidatingWebhookConfiguration", "webhooks"): (("name",), "name"),
     ("V1ValidatingWebhook", "matchConditions"): (("name",), "name"),
 }
+_REPEATED = {
+    ("V1Container", "env"),
+    ("V1Container", "ports"),
+    ("V1PodSpec", "hostAliases"),
+    ("V1PodSpec", "imagePullSecrets"),
+}
+"""The lists of `_LIST_MAPS` in which only a server-side apply has to name each key once."""
 _SETS = {("V1ObjectMeta", "finalizers"), ("V1NodeSpec", "podCIDRs")}
 _ATOMIC_MAPS = {
     "V1ConfigMapKeySelector",
@@ -118,6 +125,7 @@ def _merge_rules(model: str, name: str, schema: Schema) -> Schema:
             "x-kubernetes-list-map-keys": list(keys[0]),
             "x-kubernetes-patch-merge-key": keys[1],
             "x-kubernetes-patch-strategy": "merge",
+            **({"x-repeated": True} if (model, name) in _REPEATED else {}),
         }
     if (model, name) in _SETS:
         return {"x-kubernetes-list-type": "set", "x-kubernetes-patch-strategy": "merge"}

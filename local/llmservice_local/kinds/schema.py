@@ -208,7 +208,7 @@ def _validate_list(value: list[Any], schema: Schema, path: str) -> Iterator[Fiel
     for index, item in enumerate(value):
         at = f"{path}[{index}]"
         yield from validate(item, below, at)
-        if not keys and not is_set(schema):
+        if schema.get("x-repeated") or (not keys and not is_set(schema)):
             continue
         identity = item_key(item, keys, below) if keys else canonical(item)
         if identity in seen:

@@ -258,6 +258,15 @@ def test_request_that_is_no_quantity_is_refused(quantity: str, why: str) -> None
     assert refused.value.code == 400
 
 
+def test_variable_may_be_set_again() -> None:
+    """As charts do whose values add variables to their own."""
+    registry = Registry()
+    wanted = pod()
+    wanted["spec"]["containers"][0]["env"] = [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]
+    made = registry.create(registry.kinds.find("", "v1", "pods"), "default", wanted, WriteOptions()).obj
+    assert made["spec"]["containers"][0]["env"] == wanted["spec"]["containers"][0]["env"]
+
+
 def test_quantity_may_be_a_number_without_quotes() -> None:
     registry = Registry()
     variable = {"name": "A", "valueFrom": {"resourceFieldRef": {"resource": "requests.cpu", "divisor": 1}}}
