@@ -128,16 +128,18 @@ def _service(obj: Object) -> Object:
     spec = _with_defaults(obj.get("spec"), type="ClusterIP", sessionAffinity="None", internalTrafficPolicy="Cluster")
     if "ports" in spec:
         ports = [_with_defaults(port, protocol="TCP") for port in spec["ports"]]
-        spec["ports"] = [_with_defaults(port, targetPort=port["port"]) for port in ports]
+        spec["ports"] = [_with_defaults(port, targetPort=port.get("port", 0)) for port in ports]
     return {**obj, "spec": spec}
 
 
 def _secret(obj: Object) -> Object:
     obj = _with_defaults(obj, type="Opaque")
-    plain = obj.pop("stringData", None)
-    if plain:
+    plain = obj.get("stringData") or {}
+    if all(isinstance(value, str) for value in plain.values()):  # the schema refuses others
+        obj.pop("stringData", None)
         encoded = {key: base64.b64encode(value.encode()).decode() for key, value in plain.items()}
-        obj["data"] = {**(obj.get("data") or {}), **encoded}
+        if encoded:
+            obj["data"] = {**(obj.get("data") or {}), **encoded}
     return obj
 
 

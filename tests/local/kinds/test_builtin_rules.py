@@ -258,6 +258,22 @@ def test_request_that_is_no_quantity_is_refused(quantity: str, why: str) -> None
     assert refused.value.code == 400
 
 
+@pytest.mark.parametrize(
+    ("plural", "fields", "why"),
+    [
+        ("secrets", {"stringData": {"password": 1234}}, "stringData.password in body must be of type string"),
+        ("services", {"spec": {"ports": [{"name": "http"}]}}, r"spec.ports\[0\].port: Required value"),
+    ],
+)
+def test_object_without_what_its_defaults_come_from_is_refused(plural: str, fields: dict[str, Any], why: str) -> None:
+    registry = Registry()
+    with pytest.raises(ApiError, match=why) as refused:
+        registry.create(
+            registry.kinds.find("", "v1", plural), "default", {"metadata": {"name": "x"}, **fields}, WriteOptions()
+        )
+    assert refused.value.code == 422
+
+
 def test_variable_may_be_set_again() -> None:
     """As charts do whose values add variables to their own."""
     registry = Registry()
