@@ -118,6 +118,7 @@ def _with_requests(container: Object) -> Object:
 
 
 def _probe(probe: Object) -> Object:
+    probe = {name: value for name, value in probe.items() if value != 0}  # a zero has the default
     probe = _with_defaults(probe, timeoutSeconds=1, periodSeconds=10, successThreshold=1, failureThreshold=3)
     if "httpGet" in probe:
         probe["httpGet"] = _with_defaults(probe["httpGet"], path="/", scheme="HTTP")

@@ -131,6 +131,12 @@ def test_pod_in_the_form_of_another_client_is_no_change(before: dict[str, Any], 
     assert list(validate_builtin("Pod", new, old)) == []
 
 
+def test_zero_of_a_probe_has_the_default() -> None:
+    spec = template(readinessProbe={"tcpSocket": {"port": 80}, "periodSeconds": 0})["spec"]
+    made = default_builtin("Pod", {"spec": spec})["spec"]["containers"][0]["readinessProbe"]
+    assert made["periodSeconds"] == 10
+
+
 def test_empty_text_has_the_default() -> None:
     made = default_builtin("Deployment", deployment(strategy={"type": ""}, template=template(imagePullPolicy="")))
     pod = default_builtin("Pod", {"spec": {**template()["spec"], "restartPolicy": ""}})
