@@ -298,12 +298,11 @@ class _Replica:
         if not num_seqs:
             return self._step_s(1)
         mixed, arriving = self._mixed_share(num_seqs, self._chunk(num_seqs)), self._arriving(num_seqs)
-        equal_s = self._step_s(num_seqs, arriving, self._mean)
-        if mixed > _MANY:
-            return equal_s
         full = min(1.0, arriving / self._room(num_seqs))
-        mean_s, share = full * equal_s, math.exp(-mixed)
-        for chunks in range(math.ceil(mixed + 6 * math.sqrt(mixed)) + 2):
+        mean_s = full * self._step_s(num_seqs, arriving, self._mean)
+        fewest = max(0, math.floor(mixed - 6 * math.sqrt(mixed)))
+        share = math.exp(fewest * math.log(mixed) - mixed - math.lgamma(fewest + 1))
+        for chunks in range(fewest, math.ceil(mixed + 6 * math.sqrt(mixed)) + 2):
             mean_s += (1 - full) * share * self._step_s(num_seqs, chunks * arriving / mixed, self._mean)
             share *= mixed / (chunks + 1)
         return mean_s
@@ -443,7 +442,6 @@ class _Replica:
         )
 
 
-_MANY = 100  # chunks in a step: it hardly differs from others
 _MEAN_POINTS = 20
 _NEGLIGIBLE = 1e-9
 _NO_DECODE = 1e-3  # decode steps of a request whose answer is one token, as formulas divide by them

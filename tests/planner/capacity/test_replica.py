@@ -320,6 +320,7 @@ def test_raising_only_what_limits_the_rate_raises_it(
 
 @settings(deadline=None)
 @given(models, limits_, works, st.floats(0.05, 0.95))
+@example(LatencyModel(0, 0, 0.041, 0.00038, 1e-9, 0), ReplicaLimits(1, 1000, 1024, 256), Work(1, 1, 1.5), 0.92)
 def test_operating_point_is_that_of_the_rate_and_waits_grow_with_it(
     model: LatencyModel, limits: ReplicaLimits, work: Work, share: float
 ) -> None:
