@@ -30,7 +30,7 @@ class Capacity:
     """By the latency model and its correction, or as measured alone."""
     serves: Demand
     correction: float = 1.0
-    """What full replicas finished against the prediction; 1 before any was measured."""
+    """What full replicas did against the prediction; 1 before any was measured."""
 
 
 @dataclass(frozen=True, slots=True)
