@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 from llmservice_bench.client import TargetError
@@ -98,12 +99,17 @@ def is_sustained(records: Sequence[RequestRecord], seconds: float) -> bool:
     """Whether server and load generator keep up with a run of so many seconds: else requests wait longer and longer.
 
     At a rate a tenth too high, those of the second half wait for their first tokens, from when they were to be sent, by
-    a twentieth of the run longer than those of the first.
+    a twentieth of the run longer than those of the first. Less than two standard deviations is chance: of few requests,
+    one long prompt makes such a difference.
     """
     completed = sorted((each for each in records if each.error is None), key=lambda each: each.started_s)
+    if len(completed) < FEWEST_REQUESTS:
+        return True
     half = len(completed) // 2
     waits_s = [each.late_s + each.ttft_s for each in completed]
-    return not half or fmean(waits_s[half:]) - fmean(waits_s[:half]) < seconds / 20
+    earlier, later = waits_s[:half], waits_s[half:]
+    by_chance_s = 2 * math.sqrt(variance(earlier) / len(earlier) + variance(later) / len(later))
+    return fmean(later) - fmean(earlier) < max(seconds / 20, by_chance_s)
 
 
 @dataclass(frozen=True, slots=True)

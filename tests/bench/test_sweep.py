@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmservice_bench.client import TargetError
 from llmservice_bench.drive import Load
 from llmservice_bench.record import LatencyTargets, RequestRecord
-from llmservice_bench.sweep import HighestRate, RateSearch, Sweep, SweepPlan
+from llmservice_bench.sweep import HighestRate, RateSearch, Sweep, SweepPlan, is_sustained
 from llmservice_bench.trace import Lengths
 
 CAPACITY = 20.0
@@ -79,6 +79,12 @@ async def test_a_rate_that_is_not_sustained_is_not_the_highest_though_it_meets_t
     assert sweep.highest_rate.is_settled
     assert 0.95 * CAPACITY < sweep.highest_rate.requests_per_s < 1.1 * CAPACITY
     assert [row["sustained"] for row in sweep.as_dict()["rows"][:4]] == [True, True, True, False]
+
+
+def test_a_long_prompt_in_the_second_half_is_no_rate_that_is_not_sustained() -> None:
+    short = [RequestRecord(float(at_s), 10, ttft_s=0.2) for at_s in range(10)]
+    assert is_sustained([replace(each, ttft_s=4.0) if each.started_s == 7 else each for each in short], 10)
+    assert not is_sustained([replace(each, ttft_s=0.2 * each.started_s) for each in short], 10)
 
 
 @pytest.mark.parametrize(("share", "shown"), [(0.29, "29%"), (0.99, "99%"), (0.995, "99.5%"), (1.0, "100%")])
