@@ -313,26 +313,28 @@ def _demand(histories: Collection[Sequence[Scrape]], to_compute: float) -> tuple
     if elapsed_s <= 0 or not counting:
         return None, NO_DEMAND
     total = _with_learned_outputs(
-        [(_growth([scrape.arrived or NO_DEMAND for scrape in scrapes]), scrapes[-1].answered) for scrapes in counting]
+        [(_growth([scrape.arrived or NO_DEMAND for scrape in scrapes]), scrapes[-1]) for scrapes in counting]
     )
     batch = sum((_growth([scrape.batch_arrived for scrape in scrapes]) for scrapes in counting), start=NO_DEMAND)
     return total.per_s(elapsed_s, to_compute), batch.per_s(elapsed_s, to_compute)
 
 
-def _with_learned_outputs(arrivals: Iterable[tuple[Demand, float]]) -> Demand:
-    """The sum of arrivals at pods, each with the requests that it has answered since its start.
+def _with_learned_outputs(arrivals: Iterable[tuple[Demand, Scrape]]) -> Demand:
+    """The sum of arrivals at pods, each with its last scrape.
 
-    A pod that has answered few has not learned how long answers are: those of others are assumed, if there are any.
+    A pod that has answered few has not learned how long answers are: those of others are assumed. Where there are none,
+    they are at least as long as those that have begun are by now.
     """
-    learned = new = NO_DEMAND
-    for arrived, answered in arrivals:
-        if answered >= _ENOUGH_ANSWERED:
+    learned = new = begun = NO_DEMAND
+    for arrived, now in arrivals:
+        if now.answered >= _ENOUGH_ANSWERED:
             learned += arrived
         else:
-            new += arrived
-    if learned.requests <= 0:
-        return new
-    return learned + replace(new, output_tokens=learned.output_tokens / learned.requests * new.requests)
+            new, begun = new + arrived, begun + now.served
+    if learned.requests > 0:
+        return learned + replace(new, output_tokens=learned.output_tokens / learned.requests * new.requests)
+    least = begun.output_tokens / begun.requests * new.requests if begun.requests else 0.0
+    return replace(new, output_tokens=max(new.output_tokens, least))
 
 
 def _growth(counters: Sequence[Demand]) -> Demand:

@@ -257,3 +257,15 @@ def test_the_p99_of_prompt_lengths_is_what_they_surely_have_within_the_window() 
     }
 
     assert {long: load.prompt_p99_tokens for long, load in lengths.items() if load} == {5: 0, 50: 4096, 1000: 4096}
+
+
+def test_until_answers_have_ended_they_are_at_least_as_long_as_those_that_have_begun() -> None:
+    """Where nobody knows better: of two pods, the one that has answered 30 does."""
+    arrived = [Demand(), Demand(10, 1000, 1900)]
+    served = {"served": Demand(20, 2000, 12_000)}
+    new = [scrape(at_s, arrived=demand, answered=29, **served) for at_s, demand in zip((0, 10), arrived, strict=True)]
+    old = [scrape(at_s, arrived=demand, answered=30, **served) for at_s, demand in zip((0, 10), arrived, strict=True)]
+
+    loads = [load_of(pods, pods, "pods") for pods in ({"a": new}, {"a": old}, {"a": new, "b": old})]
+
+    assert [load.demand.output_tokens for load in loads if load and load.demand] == [600, 190, 380]
