@@ -146,10 +146,10 @@ def _cost(
 
 
 def work_done(load: Load, model: ReplicaModel, typical: Demand) -> tuple[float | None, float]:
-    """What replicas did in a second, in seconds that the model gives a full one for it: `History.corrected` takes it.
+    """What full replicas did in a second, on average, and what the busiest of all surely did, full or not.
 
-    Tokens are counted as they are computed: answers may be longer than the window, and requests of another mix than
-    the typical one. The busiest of many replicas did more than it can for long.
+    Both in seconds that the model gives a full replica for it. Tokens are counted as they are computed: answers may be
+    longer than the window, and requests of another mix than the typical one.
     """
     cost = replace(model, itl_p99_s=None).cost(typical)
     if cost is None:

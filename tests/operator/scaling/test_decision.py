@@ -107,6 +107,19 @@ def test_a_queue_of_what_is_not_counted_as_a_request_asks_for_replicas() -> None
     assert any("queue: 500 waiting" in reason for reason in decision.reasons), decision.reasons
 
 
+def test_what_a_full_replica_does_corrects_the_model_unless_batch_requests_are_there(replica: ReplicaModel) -> None:
+    """These are not in the demand whose lengths the work is compared by."""
+    slow = PodLoad("pod-0", 20, 9, 0.9, work=Demand(0.1, 100, 20), is_full=True)
+    alone = Load("pods", (slow,), demand=Demand(1, 1000, 200))
+
+    after = [
+        decide(now, Supply(1, ready=1), POLICY, SETTLED, NOW, model=replica)[1]
+        for now in (alone, replace(alone, batch=True))
+    ]
+
+    assert after[0].correction_at(NOW) < 1 == after[1].correction_at(NOW)
+
+
 SLEEPY = replace(POLICY, min_replicas=0, idle_timeout_s=120.0)
 EXHAUSTED = replace(SLEEPY, max_replicas=0, why_most="cost: 8.0 of 8 GPU-hours")
 
