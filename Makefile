@@ -118,8 +118,8 @@ bench-operator: setup ## the operator with 1,000 services (10 minutes), then doc
 bench-gateway: setup ## the gateway beside nginx, and cache-aware routing (6 minutes, wants nginx), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py gateway
 
-bench-autoscaling: setup ## every autoscaling policy in simulated time, then docs/benchmarks.md (AZURE=azure_llm_conv_2023.csv, FULL=1, AGAIN=1)
-	$(BIN)/python benchmarks/autoscaling.py $(if $(AZURE),--azure $(AZURE)) $(if $(FULL),--full) $(if $(AGAIN),--again)
+bench-autoscaling: setup ## every autoscaling policy in simulated time, then docs/benchmarks.md (AZURE=azure_llm_conv_2023.csv, FULL=1, MISPREDICTED=1, AGAIN=1)
+	$(BIN)/python benchmarks/autoscaling.py $(if $(AZURE),--azure $(AZURE)) $(if $(FULL),--full) $(if $(MISPREDICTED),--mispredicted) $(if $(AGAIN),--again)
 	$(BIN)/python benchmarks/report.py
 
 bench-reality: setup ## the simulator against a cluster with timed models, and against one server (36 minutes), then docs/benchmarks.md

@@ -173,4 +173,5 @@ PLOTS: dict[str, Callable[[Content], str | None]] = {
     "strategies": _strategies,
     "autoscaling": _autoscaling,
     "autoscaling_full": _autoscaling,
+    "autoscaling_mispredicted": _autoscaling,
 }

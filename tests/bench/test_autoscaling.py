@@ -87,3 +87,12 @@ def test_a_case_measures_every_policy_against_the_clairvoyant_schedule() -> None
     again = replace(case, policies=["builtin"], recorded={**found, "builtin_gpu": 0.0, "builtin_turns": 9})
     assert autoscaling.run_case(again) == found
     assert autoscaling.show(found, ["builtin", "hpa", "llmd"]).endswith("met" if autoscaling.met(found) else "MISSED")
+
+
+def test_mispredicted_traffic_has_the_load_of_the_true_speed() -> None:
+    of = autoscaling.service()
+    cases = {case.name: case for case in autoscaling.mispredicted_cases(of, ["builtin"])}
+    right, slow = cases["long answers x1"], cases["long answers x1.7"]
+    assert len(right.trace) > 1.3 * len(slow.trace)
+    assert {each.output_tokens for each in slow.trace} == {2500}
+    assert autoscaling.slowed(of.latency, 1.7).prefill_s(1000) == pytest.approx(1.7 * of.latency.prefill_s(1000))
