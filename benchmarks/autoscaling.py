@@ -298,7 +298,7 @@ def beaten_by(row: dict[str, Any], names: Sequence[str]) -> list[str]:
 def show(row: dict[str, Any], names: Sequence[str]) -> str:
     """A line of the table on the terminal."""
     load = "" if row["load_replicas"] is None else f"{row['load_replicas']:g}"
-    head = f"{row['traffic'][:22]:<22}{load:>5}{row['startup_s']:>6g}s{row['clairvoyant_gpu_hours']:>8.2f}"
+    head = f"{row['traffic'][:25]:<25}{load:>5}{row['startup_s']:>6g}s{row['clairvoyant_gpu_hours']:>8.2f}"
     cells = [f"{row[f'{name}_kept']:>8.2f}% x{row[f'{name}_gpu']:<5.2f}" for name in names]
     verdict = "met" if met(row) else "MISSED"
     others = beaten_by(row, names)
@@ -307,7 +307,7 @@ def show(row: dict[str, Any], names: Sequence[str]) -> str:
 
 def header(names: Sequence[str]) -> str:
     return (
-        f"{'traffic':<22}{'load':>5}{'start':>7}{'best h':>8}{''.join(f'{name:>16}' for name in names)}  goal of {OWN}"
+        f"{'traffic':<25}{'load':>5}{'start':>7}{'best h':>8}{''.join(f'{name:>16}' for name in names)}  goal of {OWN}"
     )
 
 
