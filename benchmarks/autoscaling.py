@@ -342,7 +342,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--again", action="store_true", help="the built-in policy alone, and the others as recorded")
     parser.add_argument("--no-write", action="store_true", help="print only")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.mispredicted and (args.full or args.trace or args.shapes != list(SHAPES)):
+        parser.error("--mispredicted has traffic of its own: leave out --full, --trace and --shapes")
+    return args
 
 
 def read_recorded(path: Path) -> dict[str, Any]:
