@@ -232,7 +232,8 @@ def refuse_other_attention(config: Mapping[str, Any], text: Mapping[str, Any]) -
     """
     is_causal = text.get("is_causal") is not False and text.get("use_bidirectional_attention") is not True
     if config.get("model_type") == "paligemma" or not is_causal:
-        raise ShapeError("config.json: its tokens see later ones, expected causal attention")
+        what = "config.json: its tokens see later ones, expected causal attention: choose a model that has it"
+        raise ShapeError(what)
 
 
 def refuse_processing(config: Mapping[str, Any]) -> None:
